@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import in_process
 import planned_clock
 import pytest
 
@@ -11,7 +12,6 @@ from playbook.cards.load import load_all
 from playbook.errors import ConfigError, FileError
 from playbook.paths import DEFAULT_RESULTS, data_root, default_results, folders
 from playbook.records.case import list_cases, load_case
-from playbook_app.cli.app import main
 from playbook_bench.run.options import Options
 
 
@@ -22,10 +22,8 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PLAYBOOK_CASES", "")
 
     def run_(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(list(words))
-        told = capsys.readouterr()
-        return ended.value.code, told.out + told.err
+        code, out, err = in_process.run(capsys, *words)
+        return code, out + err
 
     return run_
 

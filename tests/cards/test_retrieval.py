@@ -453,12 +453,8 @@ def test_a_filter_keeps_claims_and_cards_that_have_one(index: search.SearchIndex
 
 
 def test_the_command_prints_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = said(["search", "tokens cross nodes in the expert layers", "--json"], capsys)[1]
+    printed = in_process.run(capsys, "search", "tokens cross nodes in the expert layers", "--json")[1]
     assert all({"id", "title", "claims", "why", "applies"} <= set(h) for h in json.loads(printed)["hits"])
-
-
-def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    return in_process.run(capsys, *words)
 
 
 def test_the_command_says_where_the_nearest_claims_stand_and_how_to_learn_of_the_others(
@@ -466,27 +462,27 @@ def test_the_command_says_where_the_nearest_claims_stand_and_how_to_learn_of_the
 ) -> None:
     """Its lines may quote claims that nothing has shown."""
     monkeypatch.chdir(tmp_path)
-    (hit,) = json.loads(said(["search", "cuda graphs", "--limit", "1", "--json"], capsys)[1])["hits"]
+    (hit,) = json.loads(in_process.run(capsys, "search", "cuda graphs", "--limit", "1", "--json")[1])["hits"]
     assert list(hit["standing"]) == hit["claims"]
     assert hit["standing"]["V15.r"] == ["confirmed, arithmetic"]
     assert [] in hit["standing"].values()
-    out = said(["search", "cuda graphs", "--limit", "1"], capsys)[1]
+    out = in_process.run(capsys, "search", "cuda graphs", "--limit", "1")[1]
     nearest = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])
     assert f"  claims {nearest}; and {len(hit['claims']) - 3} more\n" in out
     assert "playbook cards show cuda-graphs" in out
 
 
 def test_the_command_says_what_is_nearest_where_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = said(["search", "Muon with tensor parallelism"], capsys)
+    code, out, err = in_process.run(capsys, "search", "Muon with tensor parallelism")
     assert (code, out.startswith("nearest, and perhaps of no use: "), err.startswith("no card covers 'muon'; ")) == (0, True, True)
 
 
 def test_a_question_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(["search", "--tp-comm-overlap brings nothing"], capsys)
+    code, out, _ = in_process.run(capsys, "search", "--tp-comm-overlap brings nothing")
     assert (code, out.startswith("communication-overlap")) == (0, True)
 
 
 def test_the_command_refuses_what_is_too_long_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(["search", "x y " * 5000], capsys)[:2] == (2, "")
-    code, out, _ = said(["search", "sourdough bread recipe", "--json"], capsys)
+    assert in_process.run(capsys, "search", "x y " * 5000)[:2] == (2, "")
+    code, out, _ = in_process.run(capsys, "search", "sourdough bread recipe", "--json")
     assert (code, json.loads(out)["hits"]) == (0, [])

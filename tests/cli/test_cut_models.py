@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from playbook.planner import parameters
 from playbook.planner.choice.plain_data import words
 from playbook.planner.models import find
 from playbook.planner.plan import Plan, cut, parse
-from playbook.planner.runs.assumed import assumed
-from playbook.planner.runs.table import read_runs
+from playbook.planner.runs.check import check
 from playbook_app.cli.app import app
 from playbook_app.mcp.planning import plan_answer, plan_of
 
@@ -51,15 +49,11 @@ def test_diagnose_names_the_cut_and_finds_no_run_of_it() -> None:
 
 def test_a_row_of_plan_check_is_of_the_cut_model(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
-    with path.open("w", newline="") as f:
-        csv.writer(f).writerows(
-            [
-                ["id", "model", "hardware", "gpus", "ep", "gbs", "layers", "experts", "tokens_per_s_per_gpu"],
-                ["r1", MODEL, "h100", "8", "8", "64", "8", "16", "10000"],
-            ]
-        )
-    shape = assumed(read_runs(path)[0][0]).plans[0].shape
-    assert (shape.layers, shape.experts) == (8, 16)
+    path.write_text(f"id,model,hardware,gpus,ep,gbs,layers,experts\na,{MODEL},h100,8,8,64,8,16\nb,{MODEL},h100,8,8,64,90,16\n")
+    cut_, deeper = check(path)
+    assert cut_.prediction is not None, cut_.why
+    assert (cut_.prediction.plan.shape.layers, cut_.prediction.plan.shape.experts) == (8, 16)
+    assert f"90 layers; {MODEL} has 48" in str(deeper.why)
 
 
 def test_agents_cut_a_model_with_the_same_words() -> None:

@@ -137,15 +137,6 @@ def test_a_plan_takes_the_framework_that_will_train_it_as_agents_do(run) -> None
     assert (wrong.exit_code, "did you mean 'megatron-lm'?" in wrong.stderr) == (ExitCode.USAGE, True)
 
 
-def test_diagnose_finds_the_fastest_layout_of_the_framework_that_is_named(run) -> None:
-    asked = ("--model", "llama3_8b", "--gpus", "8", "--gpu", "h100", "--seq", "8192", "--gbs", "128", "--json")
-    bare, named = (json.loads(run(*asked, *more, command="diagnose").stdout) for more in ((), ("--framework", "megatron-lm")))
-    table = json.loads(run("llama3_8b", "--gpus", "8", "--seq", "8192", "--gbs", "128", "--json", "--framework", "megatron-lm").stdout)
-    assert named["predicted"]["best"]["settings"] == table["plans"][0]["settings"]
-    assert "loss=native" in named["predicted"]["best"]["settings"]
-    assert "loss=native" not in bare["predicted"]["best"]["settings"]
-
-
 def test_nothing_fits_is_exit_code_2_and_says_what_would(run) -> None:
     shown = run("qwen3_235b_a22b", "--gpus", "32", "--gbs", "512")
     assert shown.exit_code == 2
@@ -244,16 +235,6 @@ def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_pa
     told = json.loads(run(*command[2:], "--json", command=command[1]).stdout)
     assert told["predicted"]["yours"]["tokens_per_s_per_gpu"]["value"] == pytest.approx(predicted["tokens_per_s_per_gpu"]["value"])
     assert told["measured"]["tokens_per_s_per_gpu"] == pytest.approx(predicted["tokens_per_s_per_gpu"]["value"] / 1.1, rel=1e-3)
-
-
-def test_a_model_is_cut_in_layers_to_be_tried_on_few_gpus(run) -> None:
-    shown = run("gpt_oss_20b", "--gpus", "2", "--gbs", "16", "--layers", "4", "--export", "megatron-lm")
-    assert "--num-layers 4" in shown.stdout
-    assert "layers=4" in shown.stdout.splitlines()[-1]
-    check = next(
-        line for line in run("gpt_oss_20b", "--gpus", "2", "--gbs", "16", "--layers", "4").stdout.splitlines() if line.startswith("check")
-    )
-    assert "layers=4" in check
 
 
 @pytest.mark.parametrize(
@@ -427,10 +408,3 @@ def test_a_plan_with_megatron_fsdp_is_warned_of_in_its_own_row(run) -> None:
     assert rows
     assert all("Megatron-FSDP, slower than predicted where measured (M1.s)" in line for line in rows)
     assert not any("Megatron-FSDP" in line for line in plain)
-
-
-def test_a_dry_run_says_that_its_speed_is_not_scaled(run) -> None:
-    config = "trainer/configs/qwen3_30b_a3b_24l.yaml"
-    shown = run("--dry-run", "--gpus", "8", "--hardware", "h200", config, "parallel.ep=8", "train.global_batch_size=16", command="train")
-    assert shown.exit_code == 0
-    assert "not scaled to published runs" in shown.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import html
 
 import pytest
 from in_process import run
@@ -10,7 +10,7 @@ from in_process import run
 from playbook.cards.load import load_all
 from playbook.cards.model import counted
 from playbook_app.cli.commands import calibrate, schemas
-from playbook_app.site.build import generate
+from playbook_app.site import build
 from playbook_bench.machine import requirements
 from playbook_bench.run.targets import tasks_of
 
@@ -63,12 +63,6 @@ def test_a_million_tokens_are_a_length(capsys):
     assert "1048576 tokens" in out
 
 
-def test_the_help_of_plan_has_its_options(capsys):
-    _, out, _ = run(capsys, "plan", "--help")
-    assert {"--gpus", "--hardware", "--seq", "--fix", "--export"} <= set(re.findall(r"--[a-z-]+", out))
-    assert "check" in out
-
-
 def test_a_claim_is_named_without_its_card():
     assert [t.claim.id for t in tasks_of("W9")] == [t.claim.id for t in tasks_of("moe-dispatcher-choice/W9")]
 
@@ -111,11 +105,22 @@ def test_a_report_of_nsys_is_read_where_nsys_is_and_the_help_says_so(capsys, mon
 
 
 @pytest.mark.full
-def test_all_count_the_same_claims(capsys, elsewhere):
+def test_site_build_writes_pages_and_all_count_the_same_claims(capsys, elsewhere, monkeypatch):
+    made, generate, pages = [], build.generate, elsewhere / "site"
+
+    def kept(*words, **more):
+        made.append(generate(*words, **more))
+        return made[0]
+
+    monkeypatch.setattr(build, "generate", kept)
+    code, out, _ = run(capsys, "site", "build", "--out", str(pages))
+    assert (code, "evidence:" in out) == (0, True)
+    assert "playbook confirm" in (pages / "_generated" / "commands.md").read_text()
+    assert "state_bytes_per_rank" in html.unescape((pages / "_generated" / "metrics.md").read_text())
+    assert (pages / "cards" / "moe-dispatcher-choice.md").is_file()
     said = counted(load_all())
     number = said.split()[0]
-    made = generate(elsewhere / "site", [])
-    assert f"Of {number} claims, " in made.inserts["coverage"]
-    assert said in (elsewhere / "site" / "_generated" / "claims.md").read_text()
+    assert f"Of {number} claims, " in made[0].inserts["coverage"]
+    assert said in (pages / "_generated" / "claims.md").read_text()
     assert run(capsys, "cards", "list", "--claims")[1].endswith(f"\n{said}\n")
     assert f"of {number} claims need" in run(capsys, "demo", "long-context-cp-sizing/L2")[1]

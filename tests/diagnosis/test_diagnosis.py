@@ -339,40 +339,11 @@ def test_the_command_reads_a_log(capsys, tmp_path):
     assert "6.00 s a step" in out
 
 
-def test_the_log_of_a_run_that_goes_on_is_read(capsys, tmp_path):
-    line = " iteration {:8}/     500 | elapsed time per iteration (ms): 6100.0 | global batch size:    64 | lm loss: 2.0E+00 |\n"
-    log = tmp_path / "run.log"
-    log.write_text("".join(line.format(i) for i in range(1, 31)))
-    code, out, _ = run(capsys, str(log), *ASKED)
-    assert code == 0
-    assert "6.10 s a step" in out
-    assert "the log ends at step 30 of 500: the run goes on, or ended early" in out
-
-
 def test_memory_that_grows_is_said(capsys, tmp_path):
     rows = [{"step": i, "seconds": 6.0, "memory_bytes": (40 + i / 10) * 2**30} for i in range(1, 101)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     _, out, _ = run(capsys, str(tmp_path), *ASKED, "--json")
     assert any("memory grew from 44.0 to 50.0 GiB" in words for words in json.loads(out)["confidence"]["warnings"])
-
-
-def test_the_command_reads_a_trace(capsys, tmp_path):
-    """Each step has a gap of 600 of 1,000 microseconds before a kernel that is launched late."""
-    events = []
-    for i in range(3):
-        t = 1000 * i
-        events.append({"ph": "X", "pid": 7, "tid": 7, "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": t, "dur": 1000})
-        call = {"ph": "X", "pid": 7, "tid": 7, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": t + 590, "dur": 3}
-        kernel = {"ph": "X", "cat": "kernel", "name": "nvjet_sm90_tst", "pid": 0, "tid": 1, "ts": t + 600, "dur": 400}
-        events += [{**call, "args": {"correlation": i + 1}}, {**kernel, "args": {"correlation": i + 1, "device": 0}}]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    code, out, _ = run(capsys, *ASKED, "--mfu", "10", "--layout", "tp=2", "--trace", str(tmp_path / "trace.json"), "--json")
-    answer = json.loads(out)
-    assert code == 0
-    assert answer["walls"][0]["name"] == "host-bound"
-    assert answer["walls"][0]["share"] == pytest.approx(0.6)
-    assert "a trace" not in answer["confidence"]["unknown"]
-    assert "trace" not in {a["id"] for a in answer["actions"]}
 
 
 def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):

@@ -12,9 +12,7 @@ from playbook.diagnosis.actions import actions
 from playbook.diagnosis.seen import composition, of_trace, parsed
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
-from playbook.planner.choice import plain_data, space
-from playbook.planner.choice.search import plan_layouts
-from playbook.planner.choice.space import Question
+from playbook.planner.choice import space
 from playbook.planner.hardware import on_network
 from playbook.planner.memory import GIB, verdict
 from playbook.planner.models import MODELS
@@ -122,12 +120,6 @@ def test_no_step_is_above_the_best_product(gpu):
         measured(where, Figures(mfu_percent=share + 0.1))
 
 
-def test_95_percent_is_refused(capsys):
-    code, out, err = run(capsys, "--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100", "--mfu", "95")
-    assert (code, out) == (2, "")
-    assert "expected at most 80%, which the best matrix product reaches on h100. Check your token count" in err
-
-
 def test_a_bubble_of_44_percent_has_more_micro_batches_as_its_remedy():
     where = of("llama3_405b", "h100", 16384, "tp=8", "pp=16", "vpp=1", seq_len=8192, gbs=2048)
     told = answer.predicted_walls(step_time(where.plan, where.question.cluster), where.plan, where.question.cluster)
@@ -146,30 +138,18 @@ def test_a_logs_own_batch_goes_before_what_would_be_assumed(capsys, tmp_path):
     line = " iteration {:8}/     500 | elapsed time per iteration (ms): 6100.0 | global batch size:    96 | lm loss: 2.0E+00 |\n"
     log = tmp_path / "run.log"
     log.write_text("".join(line.format(i) for i in range(1, 31)))
-    asked = ("--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100", "--json")
+    asked = ("--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100")
     code, out, err = run(capsys, str(log), *asked)
-    assert code == 0, err
-    shown = json.loads(out)
+    assert (code, "6.10 s a step" in out) == (0, True), err
+    assert "the log ends at step 30 of 500: the run goes on, or ended early" in out
+    shown = json.loads(run(capsys, str(log), *asked, "--json")[1])
     assert shown["setting"]["gbs"] == 96
     assert shown["measured"]["tokens_per_s_per_gpu"] == pytest.approx(96 * 4096 / 8 / 6.1)
     assert not any("about four million tokens" in w for w in shown["assumptions"])
     assert "global batch of 96 samples, and --gbs is 64" in run(capsys, str(log), *asked, "--gbs", "64")[2]
 
 
-def test_what_was_seen_changes_wall_and_first_action(capsys):
-    asked = ("--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "15", "--layout", "ep=8,mbs=2,gbs=1024,recompute=full", "--json")
-    plain = json.loads(run(capsys, *asked)[1])
-    seen = json.loads(run(capsys, *asked, "--saw", "all-to-all=40%,idle=25%")[1])
-    assert plain["walls"][0]["name"] != "exposed communication"
-    assert seen["walls"][0]["name"] == "exposed communication"
-    assert seen["walls"][0]["share"] >= 0.4
-    assert "exposed communication" in seen["actions"][0]["walls"]
-    assert plain["actions"][0]["id"] != seen["actions"][0]["id"]
-    gains = [next(a["planner"]["value"] for a in f["actions"] if a["id"] == "dispatcher") for f in (plain, seen)]
-    assert gains[1] > gains[0]
-
-
-def test_a_trace_that_is_40_percent_all_to_all_changes_wall_and_first_action(capsys, tmp_path):
+def test_40_percent_of_all_to_all_that_were_seen_or_that_a_trace_shows_change_wall_and_first_action(capsys, tmp_path):
     """Each step of 1,000 microseconds has 400 of DeepEP's kernels beside which nothing is computed."""
     events = []
     for i in range(3):
@@ -194,15 +174,20 @@ def test_a_trace_that_is_40_percent_all_to_all_changes_wall_and_first_action(cap
             )
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     asked = ("--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "15", "--layout", "ep=8,mbs=2,gbs=1024,recompute=full", "--json")
-    plain = json.loads(run(capsys, *asked)[1])
-    code, out, err = run(capsys, *asked, "--trace", str(tmp_path / "trace.json"))
-    assert code == 0, err
-    traced = json.loads(out)
-    assert traced["setting"]["seen"]["all-to-all"] == pytest.approx(0.4, abs=0.01)
-    assert traced["walls"][0]["name"] == "exposed communication"
+    told = ((), ("--saw", "all-to-all=40%,idle=25%"), ("--trace", str(tmp_path / "trace.json")))
+    plain, seen, traced = (json.loads(run(capsys, *asked, *more)[1]) for more in told)
+    assert plain["walls"][0]["name"] != "exposed communication"
+    gains = [next(a["planner"]["value"] for a in found["actions"] if a["id"] == "dispatcher") for found in (plain, seen)]
+    assert gains[1] > gains[0]
+    for found in (seen, traced):
+        assert found["setting"]["seen"]["all-to-all"] == pytest.approx(0.4, abs=0.01)
+        assert found["walls"][0]["name"] == "exposed communication"
+        assert found["walls"][0]["share"] > 0.39
+        assert "exposed communication" in found["actions"][0]["walls"]
+        assert plain["actions"][0]["id"] != found["actions"][0]["id"]
     assert "all-to-all 40%" in traced["walls"][0]["sign"]
-    assert "exposed communication" in traced["actions"][0]["walls"]
-    assert plain["actions"][0]["id"] != traced["actions"][0]["id"]
+    assert "a trace" not in traced["confidence"]["unknown"]
+    assert "trace" not in {a["id"] for a in traced["actions"]}
 
 
 def test_shares_of_what_was_seen_leave_the_rest_to_the_prediction():
@@ -254,13 +239,6 @@ def test_no_wall_is_claimed_where_nothing_is_known_of_the_run(capsys):
     asked = ("--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "25")
     assert json.loads(run(capsys, *asked, "--json")[1])["walls"] == []
     assert "wall       not known" in run(capsys, *asked)[1]
-
-
-@pytest.mark.parametrize(("model", "gpus"), [(MOE, 16), ("llama3_405b", 1024), ("deepseek_v2_lite", 8)])
-def test_a_plan_is_the_same_plan_once_its_words_are_read_again(model, gpus):
-    for choice in plan_layouts(Question(MODELS[model], model, cluster("h100"), gpus), 3).choices:
-        where = setting(MODELS[model], model, "h100", None, seq_len=None, gbs=None, known=plain_data.words(choice.plan))
-        assert plain_data.words(where.plan) == plain_data.words(choice.plan)
 
 
 def test_layouts_of_published_runs_are_read_as_they_are_printed():

@@ -130,13 +130,18 @@ claims:
 {decide}"""
 
 
+def found_in(folder, **texts):
+    """What the linter finds in these cards, which are well formed."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    cards = read_cards([folder])
+    assert not cards.findings
+    return check.lint(cards, cards, TODAY)
+
+
 def test_a_decision_for_a_metric_that_a_claim_denies_is_found(tmp_path):
     decide = "decide:\n  - {when: {memory: short}, set: {train.recompute_modules: [core_attn, moe_act]}, because: [Y1]}\n"
-    (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", decide), encoding="utf-8")
-    (tmp_path / "two.yaml").write_text(memory_card("two", "Y2", "<=", "core_attn"), encoding="utf-8")
-    cards = read_cards([tmp_path])
-    assert not cards.findings
-    found = check.lint(cards, cards, TODAY)
+    found = found_in(tmp_path, one=memory_card("one", "Y1", ">=", "moe_act", decide), two=memory_card("two", "Y2", "<=", "core_attn"))
     assert [(f.rule, Path(f.file).name) for f in found] == [("conflict-evidence", "one.yaml")]
 
 
@@ -185,18 +190,15 @@ def test_a_source_with_an_impossible_date_is_found(tmp_path, change, rule):
 
 def test_a_figure_with_a_source_of_the_future_is_found(tmp_path):
     figure = "{name: mfu, value: {value: 20, unit: percent}, sources: [{title: Test, origin: ours, date: 2031-01}]}"
-    (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", f"figures: [{figure}]\n"), encoding="utf-8")
-    cards = read_cards([tmp_path])
-    assert [f.rule for f in check.lint(cards, cards, TODAY)] == ["source-date"]
+    found = found_in(tmp_path, one=memory_card("one", "Y1", ">=", "moe_act", f"figures: [{figure}]\n"))
+    assert [f.rule for f in found] == ["source-date"]
 
 
 @pytest.mark.parametrize(("model", "rules"), [("kimi_k2", []), ("deepseek_v3", []), ("qwen3_30b_a3b", ["label-incompatible"])])
 def test_up_projections_are_recomputed_where_attention_is_latent(tmp_path, model, rules):
     settings = "{recompute_modules: [mla_up_proj]}"
     family = f"families: [{{name: row, hardware: H200, model: {model}, gpus: 8, layout: {{tp: 1}}, settings: {settings}}}]\n"
-    (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", family), encoding="utf-8")
-    cards = read_cards([tmp_path])
-    assert [f.rule for f in check.lint(cards, cards, TODAY)] == rules
+    assert [f.rule for f in found_in(tmp_path, one=memory_card("one", "Y1", ">=", "moe_act", family))] == rules
 
 
 def test_the_command_prints_the_rule_and_leaves_with_2(capsys):
@@ -247,10 +249,7 @@ def test_every_rule_has_a_fixture_or_a_test_here():
 )
 def test_a_claim_that_compares_nothing_or_unequal_work_is_found(tmp_path, comparison, rule):
     text = re.sub(r"comparison: .*", f"comparison: {comparison}", memory_card("one", "Y1", ">=", "moe_act"))
-    (tmp_path / "one.yaml").write_text(text, encoding="utf-8")
-    cards = read_cards([tmp_path])
-    assert not cards.findings
-    assert rule in {f.rule for f in check.lint(cards, cards, TODAY)}
+    assert rule in {f.rule for f in found_in(tmp_path, one=text)}
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------------------------

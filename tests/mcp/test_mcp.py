@@ -200,7 +200,6 @@ def test_search_over_mcp_is_the_commands_search(library):
     assert any(limit.startswith("W10: gpu: found gb200") for limit in found[0]["limits"])
     sized = answer(library, "search", query="context-parallel ranks for qwen3_30b_a3b at 128k", hardware="h100", gpus=64)["hits"][0]
     assert sized["sizes"][0].startswith("cp=8 by the card, within 5 % of the planner's fastest layout; the rest by playbook plan ")
-    assert answer(library, "search", query="how to bake sourdough bread")["hits"] == []
     silent = answer(library, "search", query="Muon with tensor parallelism")
     assert (silent["hits"], silent["none"]) == ([], "no card covers 'muon'")
     assert silent["nearest"]
@@ -262,14 +261,6 @@ def test_a_plan_counts_launches_and_knows_the_cost_where_launches_are_recorded(l
     assert cases["moe-dispatch-bytes"]["profiles"][0]["launches_most"] == 2
     logic = answer(library, "plan_confirmation", card_id="long-context-cp-sizing")
     assert [c["profiles"] for c in logic["cases"] if c["kind"] == "arithmetic"] == [[], [], []]
-
-
-def test_a_plan_agrees_with_what_a_series_recorded(library):
-    """The records of this repository ran as many launches as the plan allows for."""
-    plan = answer(library, "plan_confirmation", card_id="moe-dispatcher-choice")
-    profile = next(p for c in plan["cases"] if "W9" in c["claims"] for p in c["profiles"] if p["profile"] == "h200x4")
-    record = next(r for r in library.records() if r.claim == "W9" and r.machine == "h200x4")
-    assert 2 <= len(record.get("measured", "runs")) <= profile["launches_most"]
 
 
 @pytest.mark.full

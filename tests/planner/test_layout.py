@@ -74,15 +74,6 @@ def test_dp_floor_is_refuted_where_dp_does_not_fall_to_one_by_halves(seq_lens):
     assert not dp_floor(gpus=64, pp=4, tp=1, seq_lens=seq_lens)[0]
 
 
-@given(st.integers(0, 5), st.integers(1, 6))
-def test_batch_pressure_keeps_tokens_or_accumulation(first, doublings):
-    lens = [4096 << i for i in range(first, first + doublings)]
-    holds, _, figures = batch_pressure(gpus=2048, pp=1, tp=1, micro_batch_size=1, global_batch_size=4096, seq_lens=lens)
-    assert holds is (len(lens) > 1)
-    for row in figures["rows"]:
-        assert row["dp"] * row["accumulation"] == 4096
-
-
 def test_what_is_left_out_of_a_grid_is_one():
     assert layout.grid(gpus=1) == layout.grid(gpus=7) == []
     assert layout.min_gpus() == 1

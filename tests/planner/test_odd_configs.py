@@ -112,8 +112,17 @@ def test_what_is_missing_or_wrong_is_said_by_name(fields: Any, message: str) -> 
     assert len(str(caught.value)) < 600
 
 
-def test_text_of_any_depth_gets_one_message(tmp_path: Path) -> None:
-    for text in ("[" * 90_000, '{"a":' * 15_000, '{"vocab_size": ' + "9" * 90_000 + "}", '{"model_type": "llama", "model_type": 3}'):
+NO_FIELDS = ("[1, 2]", "{", "", '{"model_type": ["llama"]}')
+
+
+def test_text_of_any_depth_or_without_fields_gets_one_message(tmp_path: Path) -> None:
+    for text in (
+        "[" * 90_000,
+        '{"a":' * 15_000,
+        '{"vocab_size": ' + "9" * 90_000 + "}",
+        '{"model_type": "llama", "model_type": 3}',
+        *NO_FIELDS,
+    ):
         with pytest.raises(PlaybookError):
             shape_of(text if text.startswith("{") else "{" + text)
         (tmp_path / "config.json").write_text(text)

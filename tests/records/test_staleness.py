@@ -1,4 +1,4 @@
-"""A verdict from a machine like the reader's, once the reader's libraries or driver have moved on: the command line and MCP say the same, the site none of it."""
+"""A verdict from a machine like the reader's, once the reader's libraries or driver have moved on, or its test was edited: the command line and MCP say the same, the site nothing of libraries."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     )
     packages = next(iter(ran.get("measured", "strict").values()))["packages"]
     home, claim = by_claim(shelf)[ran.claim]
-    # Nothing else makes it stale.
+    # Nothing makes it stale but its test, which was edited, and perhaps its libraries.
     monkeypatch.setattr(
         revision, "numbers", lambda: dict.fromkeys(revision.BACKENDS, ran.get("measured", "runs")[0]["performance_revision"])
     )
-    monkeypatch.setattr(receipt, "case_changes", lambda _: [])
+    monkeypatch.setattr(receipt, "case_changes", lambda _: ["seed 1 -> 2"])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
     monkeypatch.setattr(detect, "here", lambda: current)
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
@@ -72,4 +72,5 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     by_server = next(v["stale"] or "" for v in answered if v["machine"] == ran.machine)
     wanted = f"torch {packages['torch']} -> 99.0"
     assert [wanted in text for text in (by_terminal, by_server)] == [stale] * 2
+    assert all("its test has been edited since: seed 1 -> 2" in text for text in (by_terminal, by_server))
     assert wanted not in (ran.stale(date(2026, 1, 1), claim) or ""), "a page of the site is for every reader"

@@ -91,19 +91,14 @@ def test_variants_of_cases_are_rows_too() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(4000)
-def test_a_rehearsal_trains_registered_layouts_and_variants_of_cases(tmp_path: Path) -> None:
-    def call(*words: str, gpus: int = 2) -> list[dict]:
-        tool_file = tool.ROOT / "tools" / "planner" / "planned_layouts.py"
-        command = [sys.executable, str(tool_file), "run", "--rehearse", "--gpus", str(gpus), "--out", str(tmp_path)]
-        done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=3000, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return tool.read(tmp_path / tool.RUNS)
-
-    rows = call("--only", "dense", "fsdp2")
-    assert [(r["name"], r["outcome"], r["rehearsed"]) for r in rows] == [("2/dense/fsdp2", "ok", True)]
-    assert rows[0]["tokens_per_s_per_gpu"] > 0
-    rows = call("--cases", "predicted-moe-32k-torch", "--only", "second", "--timed", "1", gpus=1)
-    assert [(r["name"], r["outcome"]) for r in rows[1:]] == [("1/predicted-moe-32k-torch/second-ep2", "ok")]
+def test_a_rehearsal_trains_a_registered_layout(tmp_path: Path) -> None:
+    tool_file = tool.ROOT / "tools" / "planner" / "planned_layouts.py"
+    command = [sys.executable, str(tool_file), "run", "--rehearse", "--gpus", "2", "--out", str(tmp_path), "--only", "dense", "fsdp2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = tool.read(tmp_path / tool.RUNS)
+    assert (row["name"], row["outcome"], row["rehearsed"]) == ("2/dense/fsdp2", "ok", True)
+    assert row["tokens_per_s_per_gpu"] > 0
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

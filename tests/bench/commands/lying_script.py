@@ -31,8 +31,8 @@ takes = told.takes * (1 + draw.gauss(0, 0.003))
 beside, work, lines, arrivals = 0.5 * (1 + draw.gauss(0, 0.02)), told.steps * takes, [], []
 now = 0.9 * work if told.lie == "before" else 0.0
 for step in range(1, told.steps + 1):
-    seconds = takes * (0.1 if told.lie in ("before", "after", "between", "unsynchronised") else 1) * (1 + draw.gauss(0, 0.005))
-    now += seconds + (0.9 * takes if told.lie in ("between", "unsynchronised") else 0)
+    seconds = takes * (0.1 if told.lie in ("before", "between") else 1) * (1 + draw.gauss(0, 0.005))
+    now += seconds + (0.9 * takes if told.lie == "between" else 0)
     name, seconds = {
         "halved": ("seconds", seconds / 2),
         "at the end": ("seconds", seconds / 2),
@@ -45,7 +45,5 @@ for step in range(1, told.steps + 1):
     arrivals.append(now)
 if told.lie == "at the end":
     arrivals = [now] * told.steps
-if told.lie == "after":
-    now += 0.9 * work
 print(*lines, sep="\n")
 (told.launch / "planned.json").write_text(json.dumps({"arrivals": arrivals, "whole": beside + now}))

@@ -1,4 +1,4 @@
-"""`playbook ab`: what two commands become, what the answer is, and how often equal commands are told apart. Most launches are invented here, for speed."""
+"""`playbook ab`: what two commands become, and what the answer is. Most launches are invented here, for speed."""
 
 import json
 import random
@@ -7,13 +7,13 @@ import sys
 import venv
 from pathlib import Path
 
+import in_process
 import pytest
 
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError
 from playbook.records.commands import Steps
 from playbook.records.evidence import Comparison
-from playbook_app.cli.app import main
 from playbook_bench.launch.outcome import Result
 from playbook_bench.run import ab, replay, schedule
 from playbook_bench.variants import checkout
@@ -54,13 +54,10 @@ def invented(monkeypatch):
 def run(tmp_path, capsys, monkeypatch, planned):
     def run_(*words):
         monkeypatch.chdir(tmp_path)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(["ab", "--json", "--seed", "1", *words])
-        told = capsys.readouterr()
-        lines = told.out.splitlines()
+        code, out, err = in_process.run(capsys, "ab", "--json", "--seed", "1", *words)
+        lines = out.splitlines()
         assert len(lines) <= 1
-        return ended.value.code, json.loads(lines[0]) if lines else None, told.err
+        return code, json.loads(lines[0]) if lines else None, err
 
     return run_
 
@@ -81,29 +78,19 @@ def test_two_commands_with_nothing_installed_but_playbook(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "verdict"),
+    ("margin", "words", "code", "verdict"),
     [
-        (["--slower=0.1"], 1, "slower"),
-        (["--slower=-0.1"], 0, "faster"),
-        (["--slower=0.005"], 0, "equivalent"),
-        ([], 0, "equivalent"),
+        ("2%", ["--slower=0.1"], 1, "slower"),
+        ("2%", ["--slower=-0.1"], 0, "faster"),
+        ("2%", ["--slower=0.005"], 0, "equivalent"),
+        ("2%", [], 0, "equivalent"),
+        ("15%", ["--slower=0.1"], 0, "equivalent"),
     ],
 )
-def test_planted_differences(run, invented, words, code, verdict):
+def test_planted_differences(run, invented, margin, words, code, verdict):
     invented()
-    got, found, err = run("--", *COMMAND, "--vs", *COMMAND, *words)
+    got, found, err = run("--margin", margin, "--", *COMMAND, "--vs", *COMMAND, *words)
     assert (got, found["verdict"]) == (code, verdict), err
-
-
-def test_a_slowdown_within_the_margin_is_equivalent(run, invented):
-    invented()
-    assert run("--margin", "15%", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.1")[1]["verdict"] == "equivalent"
-
-
-def test_noise_that_hides_the_answer_is_undecided(run, invented):
-    invented(noise=0.2)
-    code, found, _ = run("--pairs", "4", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.02")
-    assert (code, found["verdict"]) == (3, "undecided")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +103,8 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
 @pytest.mark.sample("noise0-quieten the machine")
 def test_after_the_first_look_it_is_said_what_effect_shows_at_all_and_what_would_show_a_smaller_one(run, invented, noise, says):
     invented(**noise)
-    _, found, err = run("--", *COMMAND, "--vs", *COMMAND)
-    assert found["verdict"] == "undecided"
+    code, found, err = run("--", *COMMAND, "--vs", *COMMAND)
+    assert (code, found["verdict"]) == (3, "undecided")
     note, after = err.split("launch 11 of")[0], float(re.search(r"12 pairs show an effect from about (\d+) % on", found["sentence"])[1])
     assert says in note
     assert says in found["sentence"]
@@ -165,32 +152,14 @@ def test_lines_of_several_steps_vouch_for_no_single_one(run, tmp_path):
     assert "single steps (a line covers 10)" in verdict["sentence"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("noise", [0.003, 0.03])
-def test_equal_commands_are_told_apart_at_most_once_in_twenty(run, invented, noise, tmp_path):
-    verdicts = []
-    for seed in range(20):
-        invented(seed, noise)
-        verdicts.append(run("--results", str(tmp_path / str(seed)), "--", *COMMAND, "--vs", *COMMAND)[1]["verdict"])
-    assert sum(v in ("faster", "slower") for v in verdicts) <= 1, verdicts
-
-
-@pytest.mark.parametrize("fault", ["ends early", "nan loss", "crash"])
+@pytest.mark.parametrize("fault", ["ends early", "crash"])
 @pytest.mark.sample("ends early")
 def test_a_launch_that_fails_is_an_error(run, fault):
     candidate = [sys.executable, "-c", "raise RuntimeError('broken')"] if fault == "crash" else [*COMMAND, "--fault", fault]
     code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
     assert (code, found["verdict"], found["effect_percent"]["value"]) == (5, "error", None)
-    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in err, err
-    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"]
-
-
-def test_a_log_that_tells_no_step_is_no_crash(run):
-    words = [sys.executable, "-c", "print('all went well')"]
-    code, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
-    assert code == 5
-    assert "ended well, and its figures cannot be had: " in found["sentence"]
-    assert "crashed" not in found["sentence"]
+    assert {"crash": "broken", "ends early": "7 of 16"}[fault] in err, err
+    assert {"crash": "broken", "ends early": "7 of 16"}[fault] in found["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +174,8 @@ def test_a_log_that_tells_no_step_is_no_crash(run):
         ("--loss", "0%", "--loss is 0 %"),
         ("--tokens", "4096,", "--tokens is '4096,'"),
         ("--work", "more", "--work is 'more'"),
+        ("--metric", "step_tine", "did you mean 'step_time'?"),
+        ("--metric", "throughput", "expected one of: memory, step_time, tokens_per_s"),
     ],
 )
 def test_an_option_that_nothing_can_meet_is_said_before_anything_runs(run, option, value, said):
@@ -235,13 +206,13 @@ def test_a_command_that_does_not_exist_is_an_error(run):
     assert "could not be started" in found["sentence"]
 
 
-@pytest.mark.full
-def test_the_candidate_by_a_setting_and_a_variable(run):
-    code, found, err = run("--pairs", "2", "--set", "slower=0.5", "--env", "NCCL_ALGO=Ring", "--", *COMMAND, "--slower", "0.0")
+def test_the_candidate_by_a_setting_and_a_variable(run, invented):
+    invented()
+    code, found, err = run("--pairs", "2", "--set", "slower=0.5", "--env", "NCCL_ALGO=Ring", "--", *COMMAND, "--slower=0.0")
     record = json.loads(Path(found["record"]).read_text())["measured"]["case"]["content"]
     assert code == 3, err
     assert found["effect_percent"]["value"] == pytest.approx(-33, abs=2)
-    assert record["candidate"] == {"arguments": ["0.5"], "environment": {"NCCL_ALGO": "Ring"}}
+    assert record["candidate"] == {"arguments": ["--slower=0.5"], "environment": {"NCCL_ALGO": "Ring"}}
 
 
 @pytest.mark.parametrize(
@@ -278,14 +249,6 @@ def test_a_setting_takes_the_place_of_the_one_that_is_there(words, key, value, e
 def test_mistakes_are_one_message(words, settings, variables, message):
     with pytest.raises(ConfigError, match=message):
         ab.question(words, settings, variables)
-
-
-def test_an_unknown_metric_is_a_mistake(run):
-    code, found, err = run("--metric", "step_tine", "--", *COMMAND, "--vs", *COMMAND)
-    assert (code, found) == (2, None)
-    assert "step_tine" in err
-    assert "did you mean 'step_time'?" in err
-    assert "expected one of: memory, step_time, tokens_per_s" in run("--metric", "throughput", "--", *COMMAND, "--vs", *COMMAND)[2]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +292,7 @@ def test_an_unknown_log_ends_with_a_pattern_that_reads_it(run):
     words = [sys.executable, "-c", "for i in range(1, 9): print(f'it {i} loss=2.{i} (4.{i} s/it)')"]
     code, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
     assert code == 5
+    assert "ended well, and its figures cannot be had: " in found["sentence"]
     assert "This pattern fits its lines: 'regex:it" in found["sentence"]
 
 

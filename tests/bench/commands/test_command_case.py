@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from in_process import run
 
-from playbook.errors import FileError
+from playbook.errors import ConfigError, FileError
 from playbook.processes import listed
 from playbook.records.case import load_case
-from playbook_app.cli.app import main
 from playbook_bench.run import aa, confirm, replay
 from playbook_bench.run.options import Options
 from playbook_bench.trace.reports import timeline_from_file
@@ -83,6 +83,7 @@ def test_a_planted_gain_is_measured_and_the_record_replays(case, tmp_path):
         ("nan loss", "error", "loss"),
         ("ends early", "error", "step"),
         ("no throughput", "error", "arrived in bursts"),
+        ("nan throughput", "error", "seconds"),
         ("no memory", "inconclusive", "out of memory"),
         ("fewer tokens", "inconclusive", "work"),
         ("other loss", "inconclusive", "loss"),
@@ -96,33 +97,30 @@ def test_what_is_wrong_with_the_candidate_is_no_figure(case, tmp_path, fault, st
     assert found.evidence.derived.comparison is None
 
 
-def test_a_journal_that_is_named_lets_a_series_go_on_where_there_is_no_git(case, tmp_path, monkeypatch):
+def test_a_journal_that_is_named_lets_a_series_go_on_where_there_is_no_git(case, tmp_path, monkeypatch, capsys):
     """Whoever names it vouches for the files. Without it nobody can tell that they are as they were."""
     monkeypatch.chdir(tmp_path)
     # Seed 1 draws B A A B, so that one pair is no more than that.
     words = ["bench", "run", case(), "--profile", "cpu", "--results", "results", "--journal", "kept", "--seed", "1"]
     for more in (["--pairs", "1"], []):
-        with pytest.raises(SystemExit):
-            main([*words, *more])
+        run(capsys, *words, *more)
     records = sorted((tmp_path / "results" / "cpu").glob("*.json"))
     first, second = ([run["started"] for run in json.loads(path.read_text())["measured"]["runs"]] for path in records)
     assert len(second) > len(first)
     assert second[: len(first)] == first
 
 
-@pytest.mark.full
-def test_a_case_without_proofs_says_so(case, tmp_path):
-    text = Path(case()).read_text()
-    (tmp_path / "foreign.yaml").write_text(text[: text.index("activation:")] + "budget: {pairs: [2]}\n")
-    found = bench(str(tmp_path / "foreign.yaml"), tmp_path)
-    assert found.status == "measured"
-    assert "activation not proven" in found.evidence.derived.verdict.sentence
-
-
-def test_proofs_are_checked_by_one_launch_of_each(case):
+def test_proofs_are_checked_by_one_launch_of_each_and_one_that_is_not_met_is_shown_with_what_was_seen(case, capsys):
     assert [proof.ok for proof in aa.prove([case()])] == [True, True]
-    (_, bad) = aa.prove([case(("[--fast]", '[--fast, --fault, "no path"]'))])
-    assert not bad.ok
+    code, out, err = run(capsys, "bench", "check", case(("[--fast]", '[--fast, --fault, "no path"]')), "--profile", "cpu", "--json")
+    assert code == 5
+    assert [(r["variant"], r["outcome"], r["ok"]) for r in json.loads(out)] == [("baseline", "ok", True), ("candidate", "ok", False)]
+    assert "require line the fast path is on, expected >= 1, found 0" in err
+
+
+def test_a_case_that_launches_nothing_has_no_proofs():
+    with pytest.raises(ConfigError, match="has no proofs to check"):
+        aa.prove(["cp-dp-floor"], profile="cpu")
 
 
 def test_a_hang_ends_at_the_limit_and_leaves_no_process(case, tmp_path, monkeypatch):
@@ -230,14 +228,6 @@ def test_a_file_that_an_earlier_launch_left_is_no_answer_of_this_one(case, tmp_p
     assert "is as it was before the launch" in found.message
 
 
-@pytest.mark.full
-def test_a_variable_of_a_variant_is_declared_and_a_secret_is_refused(case, tmp_path):
-    found = bench(case(("arguments: [--fast]", "arguments: [--fast], environment: {NCCL_ALGO: Ring}")), tmp_path)
-    assert found.status == "measured", found.evidence.derived.verdict.sentence
-    with pytest.raises(FileError, match="looks like a secret"):
-        load_case(case(("arguments: [--fast]", "environment: {HF_TOKEN: x}")))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -245,6 +235,7 @@ def test_a_variable_of_a_variant_is_declared_and_a_secret_is_refused(case, tmp_p
         ("arguments: [--fast]", "arguments: [--fast, --api-key, x9y8z7w6]", "the value of --api-key looks like a secret"),
         ("command: [PYTHON", "command: [PYTHON, --auth=x9y8z7w6", "the value of --auth looks like a secret"),
         ("arguments: [--fast]", "arguments: --fast", "expected a list of texts"),
+        ("arguments: [--fast]", "environment: {HF_TOKEN: x}", "looks like a secret"),
         ("command: [PYTHON", "trainer: x\ncommand: [PYTHON", "belongs to a case that launches a command"),
         ("require: [{log: the fast path is on}]", "require: [{kernel: gemm}]", "looked for in a trace"),
         ("require: [{log: the fast path is on}]", "require: [{counter: x, count: 1}]", "counts nothing by itself"),
@@ -356,10 +347,9 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
 def test_a_rule_that_both_variants_meet_proves_nothing(case, tmp_path, capsys):
     """A flag that the script ignores, and a pattern that is found in a longer number of the other variant's line as well."""
     path = case(("  baseline: {forbid: [{log: the fast path is on}]}\n", ""), ("slower: 1.0}", "slower: 1.0, arguments: [--fast]}"))
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "check", path])
-    assert ended.value.code == 5
-    assert "both variants print what proves the candidate, so nothing shows that its path ran: expected" in capsys.readouterr().out
+    code, out, _ = run(capsys, "bench", "check", path)
+    assert code == 5
+    assert "both variants print what proves the candidate, so nothing shows that its path ran: expected" in out
     found = bench(path, tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
     assert found.evidence.derived.verdict.sentence.startswith("both variants print what proves the candidate")
@@ -372,13 +362,10 @@ def test_a_case_for_the_gate_is_checked_by_its_baseline_alone_and_runs_as_no_pai
     alone = "\n".join(line for line in text.splitlines() if not line.startswith("candidate:"))
     alone = alone[: alone.index("activation:")] + "activation: {baseline: {forbid: [{log: the fast path is on}]}}\nbudget: {pairs: [2]}\n"
     Path(path).write_text(alone, encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "check", path])
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0
+    code, shown, _ = run(capsys, "bench", "check", path)
+    assert code == 0
     assert [line.split("  ")[1] for line in shown.splitlines() if line.endswith("proven")] == ["baseline"]
     assert "names no candidate, as a case for the gate need not: its baseline alone was launched" in shown
-    with pytest.raises(SystemExit) as refused:
-        main(["bench", "run", path])
-    assert refused.value.code == 2
-    assert "playbook gate --baseline REF --case FILE" in capsys.readouterr().err
+    code, _, err = run(capsys, "bench", "run", path)
+    assert code == 2
+    assert "playbook gate --baseline REF --case FILE" in err

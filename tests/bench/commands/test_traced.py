@@ -4,10 +4,10 @@ import json
 import sys
 
 import pytest
+from in_process import run
 
 from playbook.errors import ConfigError, LaunchError, PlaybookError
 from playbook.records.commands import Traced
-from playbook_app.cli.app import main
 from playbook_bench.run import ab
 
 SCRIPT = """
@@ -63,10 +63,8 @@ def test_the_command_prints_walls_and_its_answer_stands_without_them(command, ca
         (["--trace", "{run}/t.json", "--trace-with=--profile", "--trace-with={run}/t.json"], 2),
         (["--trace", "gone.json"], 0),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(["ab", *words, *more, "--", *command(0.4), "--vs", *command(0.02)])
-        told = capsys.readouterr()
-        found = json.loads(told.out)
-        assert (ended.value.code, found["verdict"]) == (0, "equivalent"), told.err
+        code, out, err = run(capsys, "ab", *words, *more, "--", *command(0.4), "--vs", *command(0.02))
+        found = json.loads(out)
+        assert (code, found["verdict"]) == (0, "equivalent"), err
         assert len(found.get("walls", {})) == expected
-        assert ("no trace:" in told.err) == (not expected)
+        assert ("no trace:" in err) == (not expected)

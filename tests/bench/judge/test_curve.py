@@ -8,12 +8,10 @@ from scipy import stats
 from test_verdict import make_run, series
 
 from playbook.cards.model import Comparison, Expect, Quantity
-from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
-from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan, Seconds
+from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
 from playbook_bench.judge import design, effects, guards, statistics, verdict
 from playbook_bench.judge.verdict_rules import VERSION
-from playbook_bench.run import replay, store
 
 PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))
 SEEN = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
@@ -151,8 +149,6 @@ def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
     gains, gone = [0.0, 0.3, 0.0], {"1": "oom"}
     assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes=gone).status == "confirmed"
     assert judged(sweep(), gains, expect("best", at=[2]), outcomes=gone).reason == "oom"
-    assert judged(sweep(), gains, expect("best", at=[1], infeasible=[1]), outcomes=gone).status == "refuted"
-    assert judged(sweep(), gains, expect("band", infeasible=[1]), outcomes=gone).reason == "oom", "the band's first value is gone"
     assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes={"1": "crash"}).status == "error"
 
 
@@ -210,19 +206,6 @@ def test_what_voids_a_pair_voids_a_sweep():
     assert verdict.derive(old).verdict.status == "inconclusive", "in version 2 the A/A counts"
 
 
-def test_a_record_of_a_sweep_replays_and_notices_a_changed_figure(tmp_path):
-    measured = record(sweep(), [-0.3, -0.1, 0.0], expect("best", at=[4]))
-    evidence = store.evidence_of(measured, verdict.derive(measured), "x", Seconds())
-    path = store.write(evidence, tmp_path)
-
-    def derived_anew():
-        return [d for d in replay.replay(path)[1] if d.startswith("derived")]
-
-    assert not derived_anew()
-    path.write_text(path.read_text().replace('"outcome": "ok", "launches": 4', '"outcome": "ok", "launches": 5', 1))
-    assert derived_anew() == ["derived.curve.points[0].launches: recorded 5, derived 4"]
-
-
 def test_a_case_that_does_not_make_sense_is_said():
     assert not case_problems(sweep())
     assert not case_problems(square())
@@ -239,25 +222,6 @@ def test_a_case_that_does_not_make_sense_is_said():
         (square().model_copy(update={"factors": square().factors[:1]}), "has 2 factors"),
     ):
         assert any(text in message for _, message in case_problems(case)), text
-
-
-def test_a_rule_that_the_case_cannot_answer_is_said():
-    names = ["1", "2", "4"]
-    for wanted, text in (
-        (expect("best"), "needs 'at'"),
-        (expect("best", at=[8]), "no such variant"),
-        (expect("best", at=[1, 2, 4]), "beside those of 'at'"),
-        (expect("reaches", at=[4]), "cannot be the last"),
-        (expect("band", at=[2]), "has no 'at'"),
-        (expect("knee", at=[1]), "1 cannot be one"),
-        (expect("knee", at=[2, 4]), "4 cannot be one"),
-        (Expect(op="excludes"), "needs 'infeasible'"),
-    ):
-        assert any(text in p for p in effects.claim_problems(wanted, names, "sweep")), text
-    assert not effects.claim_problems(expect("best", at=[4]), names, "sweep")
-    assert not effects.claim_problems(expect("knee", at=[2]), names, "sweep")
-    with pytest.raises(ConfigError, match="no rule for an interaction"):
-        effects.rule_contrasts(effects.claim_rule(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 
 
 # How often a rule errs, over whole series: three looks, the error rate spent among looks and shared among contrasts.
@@ -318,13 +282,10 @@ EDGE = math.log(1.05)
         (expect("crossover"), [0.0, EDGE, 0.0, -EDGE], True),
     ],
 )
-@pytest.mark.parametrize(
-    "deviations",
-    [pytest.param([0.01] * 4, id="equal"), pytest.param([0.01, 0.01, 0.01, 0.03], id="one noisy", marks=pytest.mark.full)],
-)
-@pytest.mark.sample("equal-wanted1-gains1-False", "equal-wanted6-gains6-True")
-def test_at_the_margin_a_verdict_of_either_kind_is_rare(wanted, gains, interaction, deviations):
-    confirmed, refuted = simulate(gains, wanted, deviations, seed=7, interaction=interaction, drift=0.0005)
+@pytest.mark.sample("wanted1-gains1-False", "wanted6-gains6-True")
+def test_at_the_margin_a_verdict_of_either_kind_is_rare(wanted, gains, interaction):
+    """Also where one variant is three times as noisy as the others."""
+    confirmed, refuted = simulate(gains, wanted, [0.01, 0.01, 0.01, 0.03], seed=7, interaction=interaction, drift=0.0005)
     print(f"{wanted.op}: confirmed {confirmed:.3f}, refuted {refuted:.3f} at the margin")
     assert confirmed <= 0.05 + 0.01
     assert refuted <= 0.05 + 0.01

@@ -376,11 +376,6 @@ COMMAND = make_case().model_copy(update={"command": ["train"], "baseline": {}, "
 """A case of a command: what its log does not tell is not compared, and is said."""
 
 
-def lossless(**fields: object) -> Run:
-    run = make_run(**fields)
-    return run.model_copy(update={"samples": [s.model_copy(update={"loss": None}) for s in run.samples]})
-
-
 @pytest.mark.parametrize(
     ("shas", "ok", "says"),
     [
@@ -407,7 +402,7 @@ def test_the_work_of_a_command_is_compared_where_its_log_tells_it(tokens: tuple[
 
 
 def test_the_losses_of_a_command_are_compared_where_its_log_tells_them() -> None:
-    silent = lossless(), lossless(variant="candidate", position=1)
+    silent = without_loss(make_run()), without_loss(make_run(variant="candidate", position=1))
     assert said(guards.loss(COMMAND, [silent])) == (True, "not compared: the log tells no loss")
     assert not guards.loss(make_case(), [silent]).ok
     assert not guards.loss(COMMAND, [(make_run(), silent[1])]).ok, "one tells it and one does not"

@@ -2,9 +2,9 @@
 
 import pytest
 from test_curve import expect
-from test_verdict_edges import BESIDE_FIVE
 
 from playbook.cards.model import Expect, Quantity
+from playbook.errors import ConfigError
 from playbook_bench.judge import effects
 from playbook_bench.judge.effects import ClaimRule
 
@@ -36,9 +36,29 @@ def test_the_cells_of_an_interaction_that_a_rule_looks_at():
     assert coupled.weights == {"d": 1, "c": -1, "b": -1, "a": 1}
 
 
-@pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
-def test_first_and_last_as_a_pair(op, low, high, status):
-    assert effects.decide(ClaimRule(op, THREE, 5), [(low, high)]) is {"confirmed": YES, "refuted": NO, None: OPEN}[status]
+@pytest.mark.parametrize(
+    ("op", "low", "high", "status"),
+    [
+        (">=", 5, 9, YES),
+        (">=", 1, 5, OPEN),
+        (">=", 1, 4.9, NO),
+        ("<=", 1, 5, YES),
+        ("<=", 5, 9, OPEN),
+        ("<=", 5.1, 9, NO),
+        ("within", -4.9, 4.9, YES),
+        ("within", -5, 4, YES),
+        ("within", -4, 5, YES),
+        ("within", -9, 4, OPEN),
+        ("within", -9, -5, OPEN),
+        ("within", 5, 9, OPEN),
+        ("within", -9, -5.1, NO),
+        ("within", 5.1, 9, NO),
+        ("within", -9, 9, OPEN),
+    ],
+)
+def test_an_interval_of_a_pair_or_of_first_and_last_beside_a_margin_of_five(op, low, high, status):
+    assert effects.decide(ClaimRule(op, THREE[:2], 5), [(low, high)]) is status
+    assert effects.decide(ClaimRule(op, THREE, 5), [(low, high)]) is status
 
 
 @pytest.mark.parametrize(
@@ -99,20 +119,41 @@ def test_a_crossing_beside_a_margin_of_one(second, status):
 
 
 INSIDE = "op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run"
+SWEPT, CELLS = ["1", "2", "4"], ["a0+b0", "a1+b0", "a0+b1", "a1+b1"]
 
 
 @pytest.mark.parametrize(
     ("wanted", "names", "problem"),
     [
-        (expect("reaches", at=[2]), ["1", "2", "4"], None),
-        (expect("reaches", at=[1, 2]), ["1", "2", "4"], "op 'reaches' has one reference, found 2"),
-        (expect("rising"), ["1", "2", "4"], None),
+        (expect("reaches", at=[2]), SWEPT, None),
+        (expect("reaches", at=[1, 2]), SWEPT, "op 'reaches' has one reference, found 2"),
+        (expect("reaches", at=[4]), SWEPT, "cannot be the last"),
+        (expect("rising"), SWEPT, None),
         (expect("rising"), ["1", "2"], "op 'rising' needs at least 3 values, the case has 2"),
         (expect("best", at=[2]), ["1", "2"], None),
+        (expect("best", at=[4]), SWEPT, None),
+        (expect("best"), SWEPT, "needs 'at'"),
+        (expect("best", at=[8]), SWEPT, "no such variant"),
+        (expect("best", at=[1, 2, 4]), SWEPT, "beside those of 'at'"),
+        (expect("band", at=[2]), SWEPT, "has no 'at'"),
+        (expect("knee", at=[2]), SWEPT, None),
+        (expect("knee", at=[1]), SWEPT, "1 cannot be one"),
+        (expect("knee", at=[2, 4]), SWEPT, "4 cannot be one"),
         (Expect(op="inside"), ["1", "2"], None),
         (Expect(op="inside", margin=Quantity(value=5, unit="percent")), ["1", "2"], INSIDE),
         (Expect(op="inside", infeasible=[2]), ["1", "2"], INSIDE),
+        (Expect(op="excludes"), SWEPT, "needs 'infeasible'"),
+        (expect("best", at=["a0+b0"], infeasible=["a1+b1"]), CELLS, None),
     ],
 )
 def test_what_a_rule_needs_of_its_case(wanted, names, problem):
-    assert effects.claim_problems(wanted, names, "sweep") == ([] if problem is None else [problem])
+    found = effects.claim_problems(wanted, names, "sweep")
+    assert not found if problem is None else any(problem in text for text in found)
+
+
+def test_an_interaction_needs_all_its_cells():
+    gone = expect(">=", 1, infeasible=["a1+b1"])
+    assert any("needs all four cells" in p for p in effects.claim_problems(gone, CELLS, "interaction"))
+    assert not any("four cells" in p for p in effects.claim_problems(Expect(op="excludes", infeasible=["a1+b1"]), CELLS, "interaction"))
+    with pytest.raises(ConfigError, match="no rule for an interaction"):
+        effects.rule_contrasts(effects.claim_rule(expect("band"), CELLS, 0.0), interaction=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from playbook_bench.judge import design, statistics, verdict_rules
+from playbook_bench.judge import design, statistics
 from playbook_bench.judge.effects import ClaimRule
 from playbook_bench.judge.effects import decide as decided
 from playbook_bench.judge.verdict_rules import Rules
@@ -53,14 +53,6 @@ def settle(rng, effect, margin, op, count, noisier=1.0, orders=20):
             status = [before or decide(op, margin, low, high) for before, (low, high) in zip(status, ends, strict=True)]
         out += [each or "inconclusive" for each in status]
     return out
-
-
-def test_the_simulation_has_the_intervals_of_the_rules():
-    launches, rows = placed(8), [tuple(row) for row in np.random.default_rng(0).normal(size=(8, 2)).tolist()]
-    same = design.fit(launches, 2).contrast([rows[p.block][p.variant] for p in launches], (-1.0, 1.0))
-    half = student.ppf(1 - 0.01 / 2, same.degrees_of_freedom) * same.standard_error
-    (found,) = RULES.intervals(rows, launches, [(-1.0, 1.0)], 0.01, [])
-    assert (found.low, found.mean, found.high) == pytest.approx((same.value - half, same.value, same.value + half))
 
 
 @pytest.mark.parametrize(("slower", "wanted"), [(0.0, "refuted"), (0.01, "refuted"), (0.05, "confirmed")])
@@ -125,26 +117,6 @@ def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
     assert missed <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / series)
 
 
-def pooled_v2(differences, alpha, noise):
-    """The interval of one difference by the rules of version 2."""
-    return verdict_rules.RulesV2().intervals([(0.0, d) for d in differences], [], [(-1.0, 1.0)], alpha, noise)[0]
-
-
-def test_in_version_2_the_noise_of_the_machine_keeps_lucky_pairs_from_a_width_of_zero():
-    found = pooled_v2([0.05] * 4, 0.05, [0.004, -0.004, 0.004, -0.004])
-    assert found.deviation == pytest.approx(0.0)
-    assert found.high - found.low > 0.005
-
-
-def test_in_version_2_pairs_as_noisy_as_the_machine_get_the_interval_of_both():
-    """Four pairs and four A/A pairs of one deviation: seven degrees of freedom."""
-    d, noise = [0.01, 0.03, 0.01, 0.03], [0.02, -0.02, 0.02, -0.02]
-    found = pooled_v2(d, 0.05, noise)
-    pooled = math.sqrt((4 * 0.0001 + 4 * 0.0004) / 7)
-    assert (found.freedom, found.used) == (7, pytest.approx(pooled))
-    assert found.high - found.low == pytest.approx(2 * statistics.t_quantile(0.05, 7) * pooled / 2)
-
-
 @given(st.lists(positive, min_size=4, max_size=12), st.floats(1.0001, 1.5))
 @settings(max_examples=200, deadline=None)
 def test_perfect_separation_is_never_no_difference(baseline, factor):
@@ -193,47 +165,22 @@ def test_no_interval_from_one_pair_or_from_nan():
         interval([0.1, math.nan], 0.05)
 
 
-def test_what_the_pairs_could_have_settled():
-    # Four and eight pairs at 95 % and 80 % power: the table of Student's t, 2.1 and 1.1 deviations.
-    assert statistics.least_effect(4, 1.0, 0.05) == pytest.approx(2.08, abs=0.05)
-    assert statistics.least_effect(8, 1.0, 0.05) == pytest.approx(1.15, abs=0.03)
-    needed = statistics.pairs_needed(0.01, S, ALPHA / 3)
-    assert statistics.least_effect(needed, S, ALPHA / 3) <= 0.01 < statistics.least_effect(needed - 1, S, ALPHA / 3)
-    assert statistics.pairs_needed(0.0, S, ALPHA) is None
-
-
-def test_contamination_is_rare_on_a_quiet_machine_and_certain_on_a_moved_one():
-    rng = np.random.default_rng(5)
-    clean = moved = 0
-    for _ in range(400):
-        stored = rng.normal(0, S, 4)
-        deviation = statistics.aa_deviation(stored)
-        clean += statistics.contaminated(rng.normal(0, S, 1), deviation, 4)
-        moved += statistics.contaminated(rng.normal(0.2, S, 1), deviation, 4)
-    assert clean <= 12
-    assert moved >= 395
-    assert not statistics.contaminated([0.002], 0.0001, 4), "a quarter of a percent is below every claim"
-
-
-def test_a_launch_stands_out_only_where_noise_rarely_puts_one():
-    rng = np.random.default_rng(15)
-    clean = sum(statistics.stands_out(rng.normal(0, S, 8)) is not None for _ in range(400))
-    found = 0
-    for at in rng.integers(0, 8, 200):
-        values = rng.normal(0, S, 8)
-        values[at] += 8 * S
-        found += statistics.stands_out(values) == at
-    assert clean <= 32, "5 of 100 are promised"
-    assert found >= 180
-
-
-@pytest.mark.parametrize("values", [[], [1.0, 1.0, 9.0], [1.0] * 8, [0.01 * i for i in range(8)]])
-def test_too_few_launches_equal_ones_and_a_steady_drift_have_none_that_stands_out(values):
-    assert statistics.stands_out(values) is None
-
-
-def test_one_launch_among_equal_ones_stands_out():
-    assert statistics.stands_out([1.0] * 5 + [1.1] + [1.0] * 2) == 5
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ([1.0] * 4 + [1 + 1e-15], None),
+        ([1.0] * 4 + [1.0 + 1e-9], 4),
+        ([1e6] * 4 + [1e6 + 1e-8], None),
+        ([0.0] * 4 + [5.0], 4),
+        ([0.0] * 5, None),
+        ([], None),
+        ([1.0, 1.0, 9.0], None),
+        ([0.01 * i for i in range(8)], None),
+        ([1.0] * 5 + [1.1] + [1.0] * 2, 5),
+    ],
+)
+def test_what_differs_by_rounding_or_drifts_does_not_stand_out(values, place):
+    assert statistics.stands_out(values) == place
 
 
 def slow(rng, n, rho=0.0, spread=0.01, pattern=0.0, count=4):
@@ -296,7 +243,9 @@ def test_a_change_that_is_too_small_for_any_claim_is_let_pass():
 
 
 def test_too_few_steps_and_equal_ones_show_nothing():
-    assert statistics.change([[1.0, 2.0, 3.0]], 0.025) is None
+    assert statistics.change([[1.0, 2.0, 2.0]] * 2, 0.05) is None
+    found = statistics.change([[1.0, 1.0, 2.0, 2.0]] * 2, 0.05)
+    assert (found.after, found.certain) == (2, True), "four are enough"
     assert not statistics.change([[1.0] * 8] * 4, 0.025).certain
     with pytest.raises(ValueError, match="equally many"):
         statistics.change([[1.0] * 8, [1.0] * 7], 0.025)
@@ -312,12 +261,7 @@ def test_the_pairs_needed_are_the_fewest_that_settle_the_distance(distance):
 def test_without_noise_two_pairs_settle_all_and_with_too_much_no_number_does():
     assert statistics.pairs_needed(0.0, 0.0, 0.02) == 2
     assert statistics.pairs_needed(0.0001, 1.0, 0.02) is None
-
-
-def test_four_steps_show_a_change_and_three_show_none():
-    found = statistics.change([[1.0, 1.0, 2.0, 2.0]] * 2, 0.05)
-    assert (found.after, found.certain) == (2, True)
-    assert statistics.change([[1.0, 2.0, 2.0]] * 2, 0.05) is None
+    assert statistics.pairs_needed(0.0, S, ALPHA) is None
 
 
 @pytest.mark.parametrize("scale", [0.01, 7.0])

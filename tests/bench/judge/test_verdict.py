@@ -18,7 +18,6 @@ from playbook.records.evidence import (
     CollectiveCount,
     Machine,
     Measured,
-    Missing,
     Observed,
     Plan,
     Reason,
@@ -190,9 +189,10 @@ def test_undecided_says_what_would_settle_it():
     assert str(found.comparison.pairs_needed) in found.verdict.sentence
 
 
-@pytest.mark.parametrize("pairs", [1, 3, 5, 7, 11])
-def test_between_looks_there_is_no_verdict(pairs):
+@pytest.mark.parametrize(("pairs", "wanted"), [(1, 4), (3, 4), (5, 8), (7, 8), (9, 12), (11, 12)])
+def test_between_looks_there_is_no_verdict_and_the_next_one_is_named(pairs, wanted):
     found = judge(around(0.5, pairs))
+    assert f"stopped after {pairs} pairs, a verdict needs {wanted};" in found.verdict.sentence
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "budget")
     assert found.comparison.look is None
 
@@ -225,13 +225,6 @@ def test_an_interval_between_looks_spends_no_more_than_the_plan():
     assert missed / 800 < 0.05
 
 
-def test_later_looks_have_more_of_the_error_rate():
-    spent = [judge(around(0.1, n)).comparison.alpha_look for n in (4, 8, 12)]
-    assert spent == sorted(spent)
-    assert spent[0] < 0.05 / 3 < spent[-1] < 0.05
-    assert judge(around(0.1, 8)).comparison.look == 2
-
-
 def test_a_record_of_version_2_needs_its_a_a():
     found = verdict.derive(measured(series(around(0.2))[0], None, plan=V2))
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "environment")
@@ -244,15 +237,6 @@ def test_in_a_record_of_version_2_a_fresh_a_a_pair_that_differs_voids_the_series
     fresh = [make_run("baseline", 0, 90, role="aa"), make_run("baseline", 0, 91, seconds=1.3, role="aa")]
     found = verdict.derive(measured(runs + fresh, aa, plan=V2))
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "environment")
-
-
-def test_a_drift_inside_the_window_is_not_steady():
-    runs, aa = series(around(0.2), s_aa=0.001)
-    runs = [
-        r.model_copy(update={"samples": [s.model_copy(update={"seconds": s.seconds * (1 + 0.02 * i)}) for i, s in enumerate(r.samples)]})
-        for r in runs
-    ]
-    assert verdict.derive(measured(runs, aa)).verdict.reason == "not_steady"
 
 
 def test_step_time_is_not_asked_to_be_steady_where_ranks_take_turns_on_a_gpu():
@@ -291,42 +275,10 @@ def test_steadiness_is_asked_once_of_the_pairs_to_the_first_look():
     assert verdict.derive(measured([late(r) if r.pair < 4 else r for r in runs], aa)).verdict.reason == "not_steady"
 
 
-D = [0.002] * 9 + [-0.012, -0.010, -0.002]
-"""The mean is carried by two pairs; most of the pairs say the opposite."""
-
-
-@pytest.mark.parametrize(("op", "margin", "other", "mirrored"), [(">=", -5.0, "<=", 100 / 0.95 - 100), ("within", 5.0, "within", 5.0)])
-def test_a_median_on_the_other_side_of_zero_says_nothing_of_the_margin(op, margin, other, mirrored):
-    """So the claim holds, and so does its mirror image once the variants are swapped."""
-    assert judge(D, op=op, margin=margin, s_aa=0.0001).verdict.status == "confirmed"
-    assert judge([-d for d in D], op=other, margin=mirrored, s_aa=0.0001).verdict.status == "confirmed"
-
-
 @pytest.mark.parametrize("rules", [1, 99])
 def test_a_record_of_rules_that_are_not_known_is_refused(rules):
     with pytest.raises(ConfigError, match=f"version {rules}; this playbook knows 2 and 3"):
-        judge(D, plan=Plan(rules=rules, seed=0, looks=[4, 8, 12]))
-
-
-@pytest.mark.parametrize("part", [4, 3, 2])
-def test_a_first_part_at_half_speed_is_not_steady(part):
-    runs, aa = series(around(0.2), s_aa=0.001)
-    runs = [
-        r.model_copy(
-            update={"samples": [s.model_copy(update={"seconds": s.seconds * (2 if i < part else 1)}) for i, s in enumerate(r.samples)]}
-        )
-        for r in runs
-    ]
-    found = verdict.derive(measured(runs, aa)).verdict
-    assert found.reason == "not_steady"
-    assert f"from step {part + 1} on" in found.sentence
-
-
-def test_an_a_a_under_a_drift_from_launch_to_launch_is_no_contamination():
-    """A B B A: each launch 1 % slower than the one before, which second minus first would take for a difference."""
-    runs, _ = series(around(0.2))
-    noise = [make_run("baseline", i // 2, i, seconds=1.01**i, role="aa") for i in range(8)]
-    assert verdict.derive(measured(runs, series([0.0])[1].model_copy(update={"runs": noise}), plan=V2)).verdict.status == "confirmed"
+        judge(around(0.2), plan=Plan(rules=rules, seed=0, looks=[4, 8, 12]))
 
 
 def test_the_guide_has_the_table_of_states():
@@ -359,16 +311,6 @@ def test_what_makes_a_pair_invalid(change, gate):
     found = verdict.derive(measured(runs, aa, strict={"s": {"env": {"A": "1"}}, "t": {"env": {"A": "2"}}}))
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "invalid_pair")
     assert [g.name for g in found.gates if not g.ok] == [gate]
-
-
-@pytest.mark.parametrize(("ways", "ok"), [({"s": "fork"}, True), ({"s": "fork", "aa": ""}, False), ({"s": "mixed"}, False)])
-def test_a_series_of_forked_ranks_and_fresh_ones_has_no_verdict(ways, ok):
-    """Its A/A included: pairs that all were forked say nothing beside the noise of fresh processes."""
-    runs, aa = series(around(0.2))
-    strict = {name: {"env": {"A": "1"}} | ({"launch": way} if way else {}) for name, way in ways.items()}
-    found = verdict.derive(measured(runs, aa, strict=strict))
-    assert found.verdict.reason == ("margin" if ok else "invalid_pair")
-    assert [g.name for g in found.gates if not g.ok] == ([] if ok else ["environment"])
 
 
 @pytest.mark.parametrize(
@@ -434,29 +376,12 @@ def test_a_path_that_did_not_run_is_an_error():
     assert (found.verdict.status, found.verdict.reason) == ("error", "not_activated")
 
 
-def test_deterministic_metrics_are_compared_exactly():
-    pair = [make_run("baseline"), make_run("candidate", position=1)]
-    for op, margin, status in (
-        (">=", 100.0, "confirmed"),
-        (">=", 100.1, "refuted"),
-        ("<=", 100.0, "confirmed"),
-        ("within", 99.0, "refuted"),
-    ):
-        found = verdict.derive(measured(pair, op=op, margin=margin, metric="state_bytes_per_rank"))
-        assert (found.verdict.status, found.verdict.reason) == (status, "exact")
-        assert found.comparison.effect == pytest.approx(1.0)
-
-
 def test_a_deterministic_metric_that_does_not_repeat_settles_nothing():
     runs, aa = series([0.0, 0.0])
     runs[2] = runs[2].model_copy(update={"metrics": {"state_bytes_per_rank": 101.0}})
-    assert verdict.derive(measured(runs, aa, metric="state_bytes_per_rank")).verdict.reason == "environment"
-
-
-def test_missing_things_come_first():
-    found = verdict.derive(measured([], missing=[Missing(reason="package", detail="package deep_ep is not installed")])).verdict
-    assert (found.status, found.reason) == ("not_applicable", "package")
-    assert "deep_ep" in found.sentence
+    found = verdict.derive(measured(runs, aa, metric="state_bytes_per_rank"))
+    assert found.verdict.reason == "environment"
+    assert [g.ok for g in found.gates if g.name == "repeatable"] == [False]
 
 
 def test_a_missing_metric_is_an_error():
@@ -465,14 +390,3 @@ def test_a_missing_metric_is_an_error():
     assert (found.status, found.reason) == ("error", "run_error")
     with pytest.raises(ConfigError, match="did you mean 'step_seconds'"):
         metrics.get("step_second")
-
-
-@pytest.mark.parametrize(("op", "margin", "effect"), [(">=", 5.0, 0.2), ("<=", 0.0, -0.2), (">=", 5.0, -0.2), ("<=", 0.0, 0.2)])
-def test_swapping_the_variants_flips_the_verdict(op, margin, effect):
-    runs, aa = series(around(effect))
-    before = verdict.derive(measured(runs, aa, op=op, margin=margin)).verdict.status
-    other = {"baseline": "candidate", "candidate": "baseline"}
-    free = Activation()
-    swapped = [r.model_copy(update={"variant": other[r.variant]}) for r in runs]
-    after = verdict.derive(measured(swapped, aa, op=op, margin=margin, case=make_case(activation=free))).verdict.status
-    assert {before, after} == {"confirmed", "refuted"}

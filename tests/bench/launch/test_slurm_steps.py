@@ -172,10 +172,19 @@ def case():
     return load_case("moe-dispatch-bytes")
 
 
+PAIR = (("baseline", 0), ("candidate", 0))
+
+
+def begun(journal, case, *launches):
+    """A series of these launches, kept in the journal."""
+    series = journal.series(case, "cpu", 11)
+    for number, (variant, pair) in enumerate(launches):
+        series.add(a_run(number, variant, pair), {"env": {"A": "1"}})
+    return series
+
+
 def test_a_journal_gives_back_whole_pairs_on_the_same_nodes(case, tmp_path):
-    first = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 11)
-    for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
-        first.add(a_run(number, variant, pair), {"env": {"A": "1"}})
+    first = begun(Journal(tmp_path / "j", ["n1", "n2"]), case, *PAIR, ("candidate", 1))
     with first.lines.path.open("a") as f:
         f.write('{"run": {"run_id"')  # killed while writing
     again = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 12)
@@ -208,9 +217,7 @@ def test_a_block_without_the_value_that_does_not_fit_is_whole(tmp_path):
 
 
 def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
-    first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
-    for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
-        first.add(a_run(number, variant, pair), {"env": {"A": "1"}})
+    first = begun(Journal(tmp_path, ["n1"]), case, *PAIR, ("candidate", 1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (first.lines.path.stat().st_size // 3, hard))
     try:
@@ -244,9 +251,7 @@ def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(lost, whol
     "rest", [b"\xff\xfe\x00", b"\x00" * 512, b"{}", b"[" * 100_000], ids=["no text", "zeros", "another object", "deep"]
 )
 def test_what_a_lost_machine_leaves_at_the_end_takes_no_runs_from_a_journal(rest, case, tmp_path):
-    first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
-    first.add(a_run(0, "baseline", 0), {})
-    first.add(a_run(1, "candidate", 0), {})
+    first = begun(Journal(tmp_path, ["n1"]), case, *PAIR)
     with first.lines.path.open("ab") as f:
         f.write(rest)
     again = Journal(tmp_path, ["n1"]).series(case, "cpu", 12)
@@ -257,10 +262,7 @@ def test_what_a_lost_machine_leaves_at_the_end_takes_no_runs_from_a_journal(rest
 @pytest.mark.parametrize("attack", ["changed", "left out", "moved", "another seed"])
 def test_a_journal_that_was_altered_is_refused(attack, case, tmp_path):
     """Runs of a journal go into a record as they stand: a line that was changed, left out or moved does not follow the one before it."""
-    first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
-    for i in range(4):
-        first.add(a_run(i, ("baseline", "candidate")[i % 2], i // 2), {})
-    path = first.lines.path
+    path = begun(Journal(tmp_path, ["n1"]), case, *PAIR, ("baseline", 1), ("candidate", 1)).lines.path
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     if attack == "changed":
         rows[2]["run"]["wall_s"] = 0.5
@@ -305,15 +307,10 @@ sys.stdin.read()
 
 
 def test_two_commands_do_not_share_a_journal(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path), "here"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(StoreError, match=rf"is in use by process {other.pid} on .*; wait until that has ended, or name another folder"):
-            Journal(tmp_path, ["n1"])
-        other.kill()
-        other.wait()
-        Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
+    said = "is in use by process {} on .*; wait until that has ended, or name another folder"
+    with held(tmp_path, "here") as other, pytest.raises(StoreError, match=said.format(other.pid)):
+        Journal(tmp_path, ["n1"])
+    Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
 
 
 @pytest.mark.parametrize(
@@ -405,17 +402,13 @@ def held(folder, host):
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
-    first = outcomes.journal(tmp_path, None).series(case, "cpu", 11)
-    first.add(a_run(0, "baseline", 0), {})
-    first.add(a_run(1, "candidate", 0), {})
+    begun(outcomes.journal(tmp_path, None), case, *PAIR)
     assert outcomes.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
     assert outcomes.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
 
 
 def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
-    first = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 11)
-    first.add(a_run(0, "baseline", 0), {})
-    first.add(a_run(1, "candidate", 0), {})
+    begun(Journal(tmp_path / "j", ["n1", "n2"]), case, *PAIR)
     moved = Journal(tmp_path / "j", ["n1", "n3"]).series(case, "cpu", 12)
     assert moved.seed == 12
     assert moved.take(RunSpec("baseline", "measure", 0), "c") is None

@@ -175,19 +175,25 @@ def test_a_line_of_a_validation_is_none_of_a_step(row: dict[str, object]) -> Non
     assert [s.loss for s in read(text, steps=8).steps] == list(logs.LOSSES[1:])
 
 
-def test_deepspeeds_lines_are_read_by_their_time_stamps() -> None:
-    log = read(logs.deepspeed(), steps=8)
-    assert (log.adapter, log.clock) == ("deepspeed", "differences")
-    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-6)
-    assert {s.memory_bytes for s in log.steps} == {38.5 * 2**30}
+OTHERS = {
+    "deepspeed": (logs.deepspeed(), "differences", 1, 1e-6, {"memory_bytes": {38.5 * 2**30}, "loss": {None}}),
+    "olmo-core": (logs.olmo_core(), None, 1, 1e-6, {"tokens": {4096}, "tokens_per_s_per_gpu": {8192}, "grad_norm": {1.5}}),
+    "verl": (logs.verl(), None, 0, 1e-6, {"tokens": {4096}, "grad_norm": {1.5}, "memory_bytes": {38.5 * 2**30}, "loss": {None}}),
+    # A history of W&B, which counts the trainer's steps and passes over validations.
+    "lightning": (logs.wandb(), "differences", 1, 1e-4, {}),
+}
 
 
-def test_blocks_of_olmo_core_are_read_with_their_figures() -> None:
-    log = read(logs.olmo_core())
-    assert (log.adapter, [s.step for s in log.steps]) == ("olmo-core", list(range(2, 9)))
-    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-6)
-    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
-    assert {(s.tokens, s.tokens_per_s_per_gpu, s.grad_norm) for s in log.steps} == {(4096, 8192, 1.5)}
+@pytest.mark.parametrize("adapter", OTHERS)
+def test_lines_of_other_trainers_are_read_with_their_figures(adapter: str) -> None:
+    text, clock, begin, within, figures = OTHERS[adapter]
+    log = read(text)
+    assert (log.adapter, [s.step for s in log.steps]) == (adapter, list(range(1 + begin, 9)))
+    assert clock is None or log.clock == clock
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[begin:], abs=within)
+    if "loss" not in figures:
+        assert [s.loss for s in log.steps] == list(logs.LOSSES[begin:])
+    assert {name: {getattr(s, name) for s in log.steps} for name in figures} == figures
 
 
 UNKNOWN = {
@@ -291,20 +297,6 @@ def test_nemos_lines_are_read_from_step_0_to_the_number_that_they_name() -> None
     assert {(s.samples, s.memory_bytes, s.flops_per_s) for s in log.steps} == {(128, 115792977920, 1.249e15)}
     with pytest.raises(LogError, match="ends at step 7"):
         read(logs.nemo().replace("/7 |", "/99 |"))
-
-
-def test_verls_lines_are_read_with_tokens_of_the_job() -> None:
-    log = read(logs.verl())
-    assert (log.adapter, [s.step for s in log.steps]) == ("verl", list(range(1, 9)))
-    assert [s.seconds for s in log.steps] == list(logs.SECONDS)
-    assert {(s.tokens, s.grad_norm, s.memory_bytes) for s in log.steps} == {(4096, 1.5, 38.5 * 2**30)}
-
-
-def test_a_history_of_wandb_counts_the_trainers_steps_and_passes_over_validations() -> None:
-    log = read(logs.wandb())
-    assert (log.adapter, log.clock, [s.step for s in log.steps]) == ("lightning", "differences", list(range(2, 9)))
-    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-4)
-    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
 
 
 def test_a_chart_of_wandb_is_read_where_it_is_of_one_run() -> None:

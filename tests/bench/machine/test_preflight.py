@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+from in_process import run
 
 from playbook.errors import ConfigError
 from playbook.planner.time.cluster import cluster
-from playbook_app.cli.app import main
 from playbook_bench.machine import preflight
 from playbook_bench.machine.preflight import Reading
 from playbook_trainer import preflight as trainer
@@ -156,7 +156,6 @@ def test_the_command_checks_a_machine_without_gpus_and_says_what_it_compares(cap
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["schema"], answer["faults"]) == (0, "preflight/1", [])
     assert {r["metric"] for r in answer["readings"]} == {"product_flops_per_s", "memory_bytes_per_s", "launches_per_s"}
-    with pytest.raises(SystemExit) as wrong:
-        main([*words[3:], "--hardware", "h1000"])
-    assert wrong.value.code == 2
-    assert "h1000" in capsys.readouterr().err
+    code, _, err = run(capsys, *words[3:], "--hardware", "h1000")
+    assert code == 2
+    assert "h1000" in err

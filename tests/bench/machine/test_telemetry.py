@@ -45,18 +45,15 @@ def test_only_the_gpus_of_the_profile_are_read(
     assert found["clock_sm_mhz"]["p50"] == 1980
 
 
-def test_nothing_is_started_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("profile", "visible"), [("cpu", "0,1,2,3"), ("h200x4", "")])
+def test_nothing_is_started_on_a_cpu_or_where_all_gpus_are_hidden(
+    profile: str, visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with Telemetry(FOUR, "cpu", tmp_path) as telemetry:
-        assert telemetry.between(0.0, time.time()) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with Telemetry(FOUR, profile, tmp_path) as telemetry:
+        assert (telemetry.devices, telemetry.between(0.0, time.time())) == ([], {})
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_is_started_where_all_gpus_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with Telemetry(FOUR, "h200x4", tmp_path) as telemetry:
-        assert telemetry.devices == []
 
 
 def test_lines_of_other_times_and_shapes_do_not_count() -> None:

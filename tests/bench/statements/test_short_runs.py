@@ -32,6 +32,19 @@ def test_an_offline_run_with_another_value_is_noticed(monkeypatch: pytest.Monkey
     assert len(figures["missing"]) >= 1
 
 
+def leaves(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], *wanted: str) -> None:
+    """Training leaves these files, by their paths from its folder, and is told these words."""
+
+    def planted(config: str, out: Path, *words: str) -> str:
+        assert set(wanted) <= set(words)
+        for name, text in files.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text)
+        return ""
+
+    monkeypatch.setattr(training, "train", planted)
+
+
 HALF = "optimizer:\n  lr: 0.000123\n"
 
 
@@ -42,16 +55,19 @@ HALF = "optimizer:\n  lr: 0.000123\n"
 def test_a_tracker_that_gets_only_the_path_or_half_a_configuration_is_noticed(
     monkeypatch: pytest.MonkeyPatch, told: str, said: str
 ) -> None:
-    def planted(config: str, out: Path, *words: str) -> str:
-        (out / "tensorboard").mkdir(parents=True)
-        (out / "tensorboard" / "events.out").write_text(told)
-        (out / "config.yaml").write_text(HALF)
-        return ""
-
-    monkeypatch.setattr(training, "train", planted)
+    leaves(monkeypatch, {"tensorboard/events.out": told, "config.yaml": HALF})
     holds, sentence, _ = tracker_gets_configuration()
     assert not holds
     assert said in sentence
+
+
+def ran(evaluated: list[int], resumed: list[int], written: str | None) -> dict[str, str]:
+    """The files of a run that saved at step 4 in this format, evaluated at these steps and went on with those."""
+    return {
+        "../checkpoints/step_00000004/checkpoint.json": json.dumps({"format": written}),
+        "summary.json": json.dumps({"eval": [{"step": s} for s in evaluated]}),
+        "metrics.jsonl": "".join(json.dumps({"step": s}) + "\n" for s in resumed),
+    }
 
 
 @pytest.mark.parametrize(("evaluated", "resumed"), [([], [5, 6]), ([2, 4], [1, 2, 3, 4, 5, 6])])
@@ -59,14 +75,7 @@ def test_a_tracker_that_gets_only_the_path_or_half_a_configuration_is_noticed(
 def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
     monkeypatch: pytest.MonkeyPatch, evaluated: list[int], resumed: list[int]
 ) -> None:
-    def planted(config: str, out: Path, *words: str) -> str:
-        out.mkdir()
-        (out.parent / "checkpoints" / "step_00000004").mkdir(parents=True, exist_ok=True)
-        (out / "summary.json").write_text(json.dumps({"eval": [{"step": s} for s in evaluated]}))
-        (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in resumed))
-        return ""
-
-    monkeypatch.setattr(training, "train", planted)
+    leaves(monkeypatch, ran(evaluated, resumed, "torch_dist"))
     assert not finetune_saves_and_evaluates()[0]
 
 
@@ -74,17 +83,7 @@ def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
 def test_checkpoints_of_another_format_than_the_named_one_are_noticed(
     monkeypatch: pytest.MonkeyPatch, written: str | None, wanted: bool
 ) -> None:
-    def planted(config: str, out: Path, *words: str) -> str:
-        assert "backend=megatron" in words
-        out.mkdir()
-        folder = out.parent / "checkpoints" / "step_00000004"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "checkpoint.json").write_text(json.dumps({"format": written}))
-        (out / "summary.json").write_text(json.dumps({"eval": [{"step": 2}, {"step": 4}]}))
-        (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in (5, 6)))
-        return ""
-
-    monkeypatch.setattr(training, "train", planted)
+    leaves(monkeypatch, ran([2, 4], [5, 6], written), "backend=megatron")
     assert finetune_saves_and_evaluates(["backend=megatron"], "fsdp_dtensor")[0] is wanted
 
 

@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from test_kineto import busy
 
 from playbook.errors import PlaybookError
 from playbook_bench.trace import nsys
 from playbook_bench.trace.table import UNATTRIBUTED, TraceTable, build
+from playbook_bench.trace.walls import walls
 
 PID = 0x0100_1234_5600_0000
 MAIN, GRAD, WORKER = PID | 1, PID | 2, 0x0100_9999_9900_0001
@@ -37,7 +39,8 @@ KERNELS = [  # name, launching thread, launch, start, end
 ]
 
 
-def database(path: Path, *, texts_by_id: bool = False, without: str = "", runtime: bool = True) -> Path:
+def database(path: Path, *changes: str, texts_by_id: bool = False, without: str = "") -> Path:
+    """An export of one process beside another, after these statements of SQL."""
     db = sqlite3.connect(path)
     names: dict[str, int] = {}
 
@@ -59,8 +62,7 @@ def database(path: Path, *, texts_by_id: bool = False, without: str = "", runtim
     db.execute("INSERT INTO NVTX_EVENTS VALUES (0,?,34,'a mark',?,NULL)", (MS, MAIN))
     db.execute("INSERT INTO NVTX_EVENTS VALUES (0,?,59,'decode image',?,NULL)", (9 * MS, WORKER))
     for i, (name, tid, launch, begin, until) in enumerate(KERNELS):
-        if runtime:
-            db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,0)", (round(launch * MS), round(launch * MS) + 9, tid, i))
+        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,0)", (round(launch * MS), round(launch * MS) + 9, tid, i))
         kernel = (round(begin * MS), round(until * MS), i, PID, number("long " + name), number(name))
         db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,?)", kernel)
     db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,99,0)", (MS, MS + 9, MAIN))
@@ -74,6 +76,8 @@ def database(path: Path, *, texts_by_id: bool = False, without: str = "", runtim
     db.executemany("INSERT INTO StringIds VALUES (?,?)", [(i, n) for n, i in names.items()])
     if without:
         db.execute(f"DROP TABLE {without}")
+    for change in changes:
+        db.execute(change)
     db.commit()
     db.close()
     return path
@@ -83,13 +87,12 @@ def read(path: Path) -> TraceTable:
     return build(nsys.read(path))
 
 
-def busy(table: TraceTable) -> dict[tuple[str, str], float]:
-    return {(r.path, r.phase): r.busy_ms for r in table.rows if r.busy_ms}
-
-
 @pytest.mark.parametrize("texts_by_id", [False, True])
 def test_each_kernel_lies_in_its_range_forward_and_backward(tmp_path: Path, texts_by_id: bool) -> None:
-    table = read(database(tmp_path / "t.sqlite", texts_by_id=texts_by_id))
+    path = database(tmp_path / "t.sqlite", texts_by_id=texts_by_id)
+    table, names = read(path), {o.name for o in nsys.read(path).ops}
+    assert "flash_fwd" in names, "the short name"
+    assert "foreign" not in names, "of another process"
     assert (table.collector, table.measures, table.num_steps) == ("nsys", "gpu", 1)
     assert busy(table) == pytest.approx(
         {
@@ -104,54 +107,35 @@ def test_each_kernel_lies_in_its_range_forward_and_backward(tmp_path: Path, text
     assert table.exposed_comm_ms == pytest.approx(3 + 2)
 
 
-def test_kernels_of_another_process_are_left_out(tmp_path: Path) -> None:
-    assert "foreign" not in {o.name for o in nsys.read(database(tmp_path / "t.sqlite")).ops}
-
-
-def test_names_are_the_short_ones(tmp_path: Path) -> None:
-    assert "flash_fwd" in {o.name for o in nsys.read(database(tmp_path / "t.sqlite")).ops}
-
-
 def test_a_kernel_is_communication_by_the_namespace_that_its_short_name_lacks(tmp_path: Path) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE StringIds SET value = 'dispatch' WHERE value = 'ncclDevKernel_SendRecv'")
-        db.execute(
-            "UPDATE StringIds SET value = 'void deep_ep::intranode::dispatch<8>(int4 *)' WHERE value = 'long ncclDevKernel_SendRecv'"
-        )
-        db.execute("UPDATE StringIds SET value = 'void gemm(ncclWindow_t)' WHERE value = 'long gemm'")
-    db.close()
+    path = database(
+        tmp_path / "t.sqlite",
+        "UPDATE StringIds SET value = 'dispatch' WHERE value = 'ncclDevKernel_SendRecv'",
+        "UPDATE StringIds SET value = 'void deep_ep::intranode::dispatch<8>(int4 *)' WHERE value = 'long ncclDevKernel_SendRecv'",
+        "UPDATE StringIds SET value = 'void gemm(ncclWindow_t)' WHERE value = 'long gemm'",
+    )
     kinds = {o.name: o.kind for o in nsys.read(path).ops}
     assert (kinds["dispatch"], kinds["gemm"]) == ("communication", "compute")
     assert read(path).exposed_comm_ms == pytest.approx(3 + 2)
 
 
-def test_kernels_without_a_recorded_launch_are_counted_not_hidden(tmp_path: Path) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute("DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId = 6")
-    db.close()
-    assert any("1 operations have no recorded launching call" in n for n in read(path).notes)
+WITHOUT_BACKWARD = "DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'"
 
 
 def test_backward_without_its_ranges_is_unattributed(tmp_path: Path) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute("DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'")
-    db.close()
-    table = read(path)
+    table = read(database(tmp_path / "t.sqlite", WITHOUT_BACKWARD))
     assert busy(table)[UNATTRIBUTED, "backward"] == pytest.approx(4.5)
     assert table.coverage.backward == 0
     assert table.coverage.forward == 1
 
 
 def test_a_graph_that_was_recorded_whole_is_busy_where_it_was_launched(tmp_path: Path) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER)")
-        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,200,0)", (2 * MS, 2 * MS + 9, MAIN))
-        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?,?,200,?)", (16 * MS, 17 * MS, PID))
-    db.close()
+    path = database(
+        tmp_path / "t.sqlite",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({2 * MS},{2 * MS + 9},{MAIN},200,0)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES ({16 * MS},{17 * MS},200,{PID})",
+    )
     before, table = read(database(tmp_path / "without.sqlite")), read(path)
     assert table.busy_ms == pytest.approx(before.busy_ms + 1)
     assert busy(table)["attention", "forward"] == pytest.approx(busy(before)["attention", "forward"] + 1)
@@ -160,12 +144,8 @@ def test_a_graph_that_was_recorded_whole_is_busy_where_it_was_launched(tmp_path:
 
 @pytest.mark.parametrize("name", ["ncclAllGather", "ncclGroupEnd", "cub::DeviceRadixSort", "nvte_cublas_gemm"])
 def test_a_range_of_a_library_is_no_part_of_the_step(tmp_path: Path, name: str) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute("DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'")
-        db.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,59,?,?,NULL)", (10 * MS, 18 * MS, name, GRAD))
-    db.close()
-    table = read(path)
+    added = f"INSERT INTO NVTX_EVENTS VALUES ({10 * MS},{18 * MS},59,'{name}',{GRAD},NULL)"
+    table = read(database(tmp_path / "t.sqlite", WITHOUT_BACKWARD, added))
     assert busy(table)[UNATTRIBUTED, "backward"] == pytest.approx(4.5)
     assert table.coverage.backward == 0
 
@@ -190,12 +170,8 @@ def test_a_missing_table_is_named_with_what_to_do(tmp_path: Path, table: str) ->
     ids=["a column is gone", "text where a time belongs"],
 )
 def test_a_table_that_is_not_as_written_is_an_error_that_says_where(tmp_path: Path, change: str, said: str) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute(change)
-    db.close()
     with pytest.raises(PlaybookError, match=said):
-        read(path)
+        read(database(tmp_path / "t.sqlite", change))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database", b"SQLite format 3\0" + b"\xff" * 300])
@@ -232,5 +208,8 @@ def test_damaged_databases_never_end_in_anything_but_a_clear_error(tmp_path: Pat
         with suppress(PlaybookError):
             read(path)
             readable += 1
+        with suppress(PlaybookError):
+            found = walls(nsys.read(path, ranges=False))
+            assert found.busy + found.idle == pytest.approx(1)
         path.unlink()
     assert readable < 120

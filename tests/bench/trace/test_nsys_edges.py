@@ -18,6 +18,7 @@ CALL = "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,0)"
 
 
 def read(tmp_path: Path, *statements: tuple[str, tuple]) -> Timeline:
+    (tmp_path / "t.sqlite").unlink(missing_ok=True)
     path = database(tmp_path / "t.sqlite")
     with closing(sqlite3.connect(path)) as db, db:
         for sql, values in statements:
@@ -34,7 +35,6 @@ def test_ranges_by_start_and_end_are_ranges_and_other_events_are_not(tmp_path: P
 def test_a_range_that_nothing_closed_lasts_until_the_last_known_time(tmp_path: Path) -> None:
     (open_,) = [s for s in read(tmp_path).spans if s.name == "vision.bwd"]
     assert open_.end == 20 * MS
-    (tmp_path / "t.sqlite").unlink()
     (open_,) = [s for s in read(tmp_path, (NVTX, (21 * MS, None, 59, "late", MAIN))).spans if s.name == "vision.bwd"]
     assert open_.end == 21 * MS
 
@@ -42,19 +42,14 @@ def test_a_range_that_nothing_closed_lasts_until_the_last_known_time(tmp_path: P
 def test_names_have_an_end_and_a_range_without_one_is_left_out(tmp_path: Path) -> None:
     rows = [(NVTX, (3 * MS, 4 * MS, 59, name, MAIN)) for name in ("n" * 300, "", None)]
     before = len(read(tmp_path).spans)
-    (tmp_path / "t.sqlite").unlink()
     found = read(tmp_path, *rows).spans
     assert len(found) == before + 1
     assert "n" * 200 in {s.name for s in found}
 
 
-def test_the_process_of_the_steps_is_read_however_many_ranges_another_has(tmp_path: Path) -> None:
+def test_the_process_of_the_steps_is_read_or_where_there_are_none_the_one_with_the_most_ranges(tmp_path: Path) -> None:
     rows = [(NVTX, (i, i + 1, 59, "decode image", WORKER)) for i in range(50)]
     assert {s.thread for s in read(tmp_path, *rows).spans} == {MAIN, GRAD}
-
-
-def test_without_steps_the_process_with_the_most_ranges_is_read(tmp_path: Path) -> None:
-    rows = [(NVTX, (i, i + 1, 59, "decode image", WORKER)) for i in range(50)]
     assert {s.thread for s in read(tmp_path, ("DELETE FROM NVTX_EVENTS WHERE text = 'step'", ()), *rows).spans} == {WORKER}
 
 
@@ -69,7 +64,6 @@ def test_the_call_that_began_first_is_the_launch(tmp_path: Path, earlier: bool) 
 def test_every_operation_without_a_launch_is_counted(tmp_path: Path) -> None:
     found = read(tmp_path, ("DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId IN (5, 6, 99)", ()))
     assert found.notes == ["3 operations have no recorded launching call and are left out"]
-    (tmp_path / "t.sqlite").unlink()
     assert read(tmp_path).notes == []
 
 

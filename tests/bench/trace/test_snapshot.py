@@ -9,12 +9,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import in_process
 import pytest
 import wild
 from test_walls import shown
 
 from playbook.errors import PlaybookError
-from playbook_app.cli.app import main
 from playbook_bench.trace import dumps
 
 SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "300"))
@@ -31,7 +31,6 @@ ATTENTION = stack((f"{TORCH}/nn/functional.py", "sdpa"), ("/home/me/model.py", "
 LOSS = stack((f"{TORCH}/nn/functional.py", "cross_entropy"), ("/home/me/train.py", "main"))
 BACKWARD = stack((f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward"), ("/home/me/train.py", "main"))
 ADAM = stack((f"{TORCH}/optim/adam.py", "_init_group"), (f"{TORCH}/optim/optimizer.py", "wrapper"), ("/home/me/train.py", "main"))
-STACKS = (MODEL, ATTENTION, LOSS, BACKWARD, ADAM)
 
 
 def event(action: str, address: int, gib: float, frames: list[Any] | None = None) -> dict[str, Any]:
@@ -94,18 +93,12 @@ def test_the_commands_show_it_alone_and_beside_the_planners_parts(tmp_path: Path
     code, out, _ = shown(capsys, "--file", str(tmp_path / "m.pickle"), "--json")
     assert json.loads(out)["parts"]["loss"] == GIB
     words = ["layout", "memory", "--model", "qwen3_30b_a3b", "--gpus", "64", "ep=8", "--snapshot", str(tmp_path / "m.pickle")]
-    for more in ([], ["--json"]):
-        with pytest.raises(SystemExit) as left:
-            main([*words, *more])
-        assert not left.value.code
-    text, _, line = capsys.readouterr().out.rpartition("\n{")
-    assert "planned GiB" in text
-    found = json.loads("{" + line)
+    code, text, _ = in_process.run(capsys, *words)
+    assert (code, "planned GiB" in text) == (0, True)
+    found = json.loads(in_process.run(capsys, *words, "--json")[1])
     assert found["snapshot"]["planned"]["optimizer"] == found["stages"][0]["optimizer"]
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(SystemExit) as left:
-        main([*words[:-1], str(tmp_path / "t.json")])
-    assert left.value.code == 2
+    assert in_process.run(capsys, *words[:-1], str(tmp_path / "t.json"))[0] == 2
 
 
 def test_wild_snapshots_are_refused_or_add_up() -> None:

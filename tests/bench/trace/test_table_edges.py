@@ -206,11 +206,6 @@ def test_numbers_of_operations_are_per_step_and_names_have_an_end() -> None:
     assert [u.name for u in t.unattributed] == ["k" * 200]
 
 
-def test_computation_that_begins_later_hides_its_part_alone() -> None:
-    t = table(step(), [op(5, 5, 15, "communication"), op(2, 6, 7), op(2, 16, 17)])
-    assert (t.exposed_comm_ms, t.communication_ms) == (9, 10)
-
-
 def test_what_no_part_encloses_lowers_the_coverage_of_all() -> None:
     t = table(step(), [op(2, 2, 5), op(0.5, 6, 7)])
     assert (t.coverage.forward, t.coverage.backward, t.coverage.total) == (0.75, None, 0.75)

@@ -69,7 +69,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, str(tmp_path / "rank.py")]
 
 
-def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, command: list[str]) -> None:
+def test_both_variants_are_traced_and_the_record_is_found_again_and_refused_once_it_is_altered_or_damaged(
+    tmp_path: Path, command: list[str]
+) -> None:
     results = tmp_path / "results"
     lines: list[str] = []
     made = tracing.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command), progress=lines.append)
@@ -82,28 +84,29 @@ def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, 
     for variant in made.variants.values():
         assert [(results / "traces" / f.name).is_file() for f in variant.files] == [True]
         assert reports.table_from_file(results / "traces" / variant.files[0].name) == variant.table
+    (path,) = (results / "traces").glob("*.json")
+    whole = path.read_text()
+    path.write_text(whole.replace('"busy_ms": 2.0', '"busy_ms": 1.0', 1))
+    assert path.read_text() != whole
+    assert [r.status for r in read([results])] == ["altered"]
+    path.write_text(whole[:200])
+    with pytest.raises(FileError, match="no readable record"):
+        read([results])
 
 
-def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path: Path, command: list[str]) -> None:
+def test_a_traced_launch_has_the_hash_and_the_threads_of_the_timed_ones_and_its_command_repeats_it_for_a_case_from_elsewhere(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tmp_path / "my cases" / "mine.yaml"
     own.parent.mkdir()
     shipped = (data_root("cases") / f"{CASE}.yaml").read_text(encoding="utf-8")
     own.write_text(shipped.replace(f"id: {CASE}", "id: mine", 1), encoding="utf-8")
-    made = tracing.run(str(own), profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
-    assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
-
-
-def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
-    made = tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
-    pair = resolve_all(tracing.load_case(CASE), "cpu")
-    assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
-
-
-def test_a_traced_launch_has_the_threads_of_the_timed_ones(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     here = Machine(name="cpu", description="", gpus=0, cpu="c", cores=12)
     monkeypatch.setattr(detect, "detect", lambda: here)
-    pair = resolve_all(tracing.load_case(CASE), "cpu")
-    tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    pair = resolve_all(tracing.load_case(str(own)), "cpu")
+    made = tracing.run(str(own), profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
+    assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
     (seen,) = (tmp_path / "results" / "traces").glob("*/threads.txt")
     assert seen.read_text().split() == [str(12 // max(r.ranks for r in pair.values()))] * 2
 
@@ -125,17 +128,22 @@ def test_a_trace_that_cannot_be_read_is_told_not_raised(tmp_path: Path, command:
     assert "unusable" in made.variants["baseline"].message
 
 
+def on_two_gpus_with(nsys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has two GPUs, and this program as its nsys."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nsys").write_text(nsys.format(python=sys.executable))
+    (tools / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
+    monkeypatch.setattr(detect, "detect", lambda: here)
+
+
 def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "nsys").write_text(NSYS.format(python=sys.executable))
-    (tools / "nsys").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    on_two_gpus_with(NSYS, tmp_path, monkeypatch)
     monkeypatch.setenv("SQLITE", str(database(tmp_path / "report.sqlite")))
-    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
-    monkeypatch.setattr(detect, "detect", lambda: here)
     made = tracing.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert (made.collector, made.collector_version, made.profile) == ("nsys", "NVIDIA Nsight Systems version 2025.3.1", "h200x2")
     assert made.ok
@@ -150,32 +158,13 @@ def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
 
 
 def test_an_export_that_takes_too_long_is_told_not_raised(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
     slow = NSYS.replace('elif sys.argv[1] == "export":', 'elif sys.argv[1] == "export":\n    __import__("time").sleep(60)')
-    (tools / "nsys").write_text(slow.format(python=sys.executable))
-    (tools / "nsys").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
-    monkeypatch.setattr(detect, "detect", lambda: here)
+    on_two_gpus_with(slow, tmp_path, monkeypatch)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda words, **how: run(words, **{**how, "timeout": 0.5} if "export" in words else how))
     made = tracing.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert {v.outcome for v in made.variants.values()} == {"crash"}
     assert "nsys export took more than" in made.variants["baseline"].message
-
-
-def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[str]) -> None:
-    results = tmp_path / "results"
-    tracing.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command))
-    path = next((results / "traces").glob("*.json"))
-    whole = path.read_text()
-    path.write_text(whole.replace('"busy_ms": 2.0', '"busy_ms": 1.0', 1))
-    assert path.read_text() != whole
-    assert [r.status for r in read([results])] == ["altered"]
-    path.write_text(whole[:200])
-    with pytest.raises(FileError, match="no readable record"):
-        read([results])
 
 
 def test_what_cannot_be_traced_is_said_at_once(tmp_path: Path) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import in_process
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from playbook.errors import PlaybookError
 from playbook.paths import repo_root
-from playbook_app.cli.app import main
 from playbook_bench.trace import nsys, reports
 from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
 from playbook_bench.trace.walls import BUSY, THRESHOLDS, Walls, walls
@@ -122,6 +120,8 @@ def test_a_step_lasts_from_the_gpus_own_begin_to_the_next(launched: bool) -> Non
     found = walls(ahead(3, launched))
     assert (found.span_ms, found.num_steps) == (pytest.approx(60), 2)
     assert found.busy == pytest.approx(58 / 60)
+    if launched:  # each step ends with 2 ms of idle time, whose next kernel was launched long before
+        assert (found.host_idle, found.unknown_idle) == (0, pytest.approx(2 / 60))
     assert walls(ahead(1, launched)).num_steps == 1
 
 
@@ -161,12 +161,6 @@ def test_steps_that_begin_at_one_moment_are_none() -> None:
         ).num_steps
         == 2
     )
-
-
-def test_what_ends_the_last_gap_of_the_steps_is_looked_at() -> None:
-    """Each step ends with 2 ms of idle time, whose next kernel was launched long before."""
-    found = walls(ahead(3))
-    assert (found.host_idle, found.unknown_idle) == (0, pytest.approx(2 / 60))
 
 
 def test_a_gap_under_a_data_range_waits_for_data() -> None:
@@ -303,10 +297,7 @@ def chrome(path: Path, *, gap_us: int = 400, data: bool = False, steps: int = 3)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["bench", "trace", *words])
-    out = capsys.readouterr()
-    return int(left.value.code or 0), out.out, out.err
+    return in_process.run(capsys, "bench", "trace", *words)
 
 
 def test_the_command_answers_with_a_sentence_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,27 +395,6 @@ def test_a_report_is_exported_by_the_nsys_that_is_there(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", "")
     with pytest.raises(PlaybookError, match="where it is, run nsys export"):
         reports.timeline_from_file(tmp_path / "trace.nsys-rep")
-
-
-@pytest.mark.parametrize("make", [kernels_only, chrome])
-def test_damaged_traces_are_refused_or_add_up(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    whole = make(tmp_path / ("whole.sqlite" if make is kernels_only else "whole.json"))
-    content, damaged = whole.read_bytes(), tmp_path / f"damaged{whole.suffix}"
-    rng = random.Random(3)
-    refused = 0
-    for _ in range(150):
-        changed = bytearray(content)
-        for _ in range(rng.choice([1, 3, 30])):
-            changed[rng.randrange(len(changed))] = rng.randrange(256)
-        damaged.write_bytes(changed[: rng.choice([len(changed), rng.randrange(len(changed))])])
-        try:
-            found = walls(reports.timeline_from_file(damaged))
-        except PlaybookError:
-            refused += 1
-        else:
-            assert found.busy + found.idle == pytest.approx(1)
-            assert 0 <= found.exposed <= 1
-    assert refused > 20
 
 
 @pytest.mark.full

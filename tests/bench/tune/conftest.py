@@ -8,7 +8,6 @@ import math
 import random
 import time
 
-import planned_clock
 import pytest
 
 from playbook_bench.launch.outcome import Result
@@ -91,10 +90,3 @@ def launches(monkeypatch):
     monkeypatch.setattr(session, "time", out)
     monkeypatch.setattr(series, "time", out)
     return out
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """Launches of real processes take what their logs say, whatever a busy machine makes of them."""
-    monkeypatch.setenv("PLANNED_CLOCK", "1")
-    planned_clock.install(monkeypatch.setattr)

@@ -187,18 +187,6 @@ def test_knobs_that_exclude_each_other_are_never_launched_together():
     assert not [launch for launch, _ in tuning.launched if {"a", "b"} <= dict(launch.settings).keys()]
 
 
-def test_crashes_and_other_losses_are_outcomes():
-    tuning = play(
-        setup(TWO),
-        gains(a_on=0.1, b_on=0.5, c_on=0.5),
-        outcome=lambda s: "oom" if "b" in s else "ok",
-        loss=lambda s: 2.5 if "c" in s else 2.0,
-    )
-    assert kept(tuning) == {("a", "on")}
-    assert tuning.decisions["b", "on"].reason == "out of memory: it said why"
-    assert "loss" in tuning.decisions["c", "on"].reason
-
-
 def test_a_change_that_fails_beside_another_is_left_out():
     tuning = play(setup(TWO), gains(a_on=0.1, b_on=0.08), outcome=lambda s: "oom" if {"a", "b"} <= s.keys() else "ok")
     assert kept(tuning) in ({("a", "on")}, {("b", "on")})

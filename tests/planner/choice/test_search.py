@@ -41,7 +41,7 @@ def some(seed: int) -> Question:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, *(pytest.param(i, marks=pytest.mark.full) for i in range(24, 51))])
+@pytest.mark.parametrize("seed", [1, 2, 3, *(pytest.param(i, marks=pytest.mark.full) for i in range(24, 34))])
 def test_pruning_changes_no_answer(seed: int) -> None:
     question = some(seed)
     pruned, whole = search(question), search(question, prune=False)

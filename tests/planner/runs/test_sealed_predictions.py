@@ -90,11 +90,3 @@ def test_what_has_no_figure_is_said(written, shipped):
 def test_what_was_written_is_not_scaled_afterwards(written):
     with pytest.raises(ConfigError, match="leave out --anchor"):
         check(written(), leave_out="source")
-
-
-def test_layers_cut_a_named_model(tmp_path):
-    path = tmp_path / "runs.csv"
-    path.write_text("id,model,hardware,gpus,tp,mbs,gbs,layers\na,Llama3-70B,H200,8,2,1,32,12\nb,Llama3-70B,H200,8,2,1,32,90\n")
-    cut, deeper = check(path)
-    assert cut.prediction.plan.shape.layers == 12
-    assert "90 layers; Llama3-70B has 80" in deeper.why

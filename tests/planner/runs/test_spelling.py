@@ -136,7 +136,7 @@ ODD = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("tables", [60, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tables", [60, pytest.param(200, marks=pytest.mark.full)])
 def test_a_mutated_table_is_predicted_or_refused(tmp_path, tables):
     rng = random.Random(tables)
     with PUBLISHED.open(newline="") as f:
