@@ -107,7 +107,7 @@ def _forward_backward_interleaved(model: Decoder, batches: list[Batch], labels: 
     return total
 
 
-def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
+def losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
     """The summed loss of each batch, on the last stage; nothing on the others."""
     losses_of_batches: list[Tensor] = []
 
@@ -256,6 +256,19 @@ class _Link:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return out
+
+
+def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
+    """The summed loss of each batch, on the last stage; nothing on the others."""
+    if len(model.chunks) > 1:
+        return losses(model, batches, axes)
+    link, losses_of_batches = _Link(axes, batches[0], model), []
+    for batch in batches:
+        out = model(batch, link.receive_activation())
+        link.send_activation(out)
+        if axes.is_last_stage:
+            losses_of_batches.append(out)
+    return losses_of_batches
 
 
 @torch.no_grad()
