@@ -5,7 +5,7 @@ Suffixes follow the caller; dimension 0 is the one that is gathered, scattered o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,15 @@ from torch import Tensor
 
 from playbook_trainer.axes import Axis
 
-_OverAxis = Callable[[Tensor, Axis], Tensor]
-
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """The ranks' tensors end to end along dimension 0; the backward pass reduce-scatters."""
-    return x if axis.size == 1 else _ThereAndBack.apply(x, axis, gather_plain, _scatter)
+    return x if axis.size == 1 else _AllGather.apply(x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of the sum over ranks; the backward pass all-gathers."""
-    return x if axis.size == 1 else _ThereAndBack.apply(x, axis, _scatter, gather_plain)
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
@@ -44,12 +42,12 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 def split(x: Tensor, axis: Axis) -> Tensor:
     """This rank's stretch of rows that all ranks have in common; the backward pass gathers the stretches' gradients."""
-    return x if axis.size == 1 else _ThereAndBack.apply(x, axis, _stretch, gather_plain)
+    return x if axis.size == 1 else _Split.apply(x, axis)
 
 
 def join(x: Tensor, axis: Axis) -> Tensor:
     """The ranks' stretches end to end, for all in common from here; the backward pass keeps this rank's stretch of the gradient."""
-    return x if axis.size == 1 else _ThereAndBack.apply(x, axis, gather_plain, _stretch)
+    return x if axis.size == 1 else _Join.apply(x, axis)
 
 
 def gather_plain(x: Tensor, axis: Axis) -> Tensor:
@@ -88,17 +86,48 @@ def _exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Ten
     return out
 
 
-class _ThereAndBack(torch.autograd.Function):
-    """One function of a tensor and an axis in the forward pass, another in the backward pass."""
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gather_plain(x, axis)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, there: _OverAxis, back: _OverAxis) -> Tensor:
-        ctx.axis, ctx.back = axis, back
-        return there(x, axis)
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return _scatter(grads[0], ctx.axis), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _scatter(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grads[0], ctx.axis), None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return gather_plain(grads[0], ctx.axis), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _stretch(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return gather_plain(grads[0], ctx.axis), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gather_plain(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return _stretch(grads[0], ctx.axis), None
 
 
 class _AllToAll(torch.autograd.Function):

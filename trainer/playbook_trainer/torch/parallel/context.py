@@ -171,9 +171,12 @@ def _block(q0: int, q1: int, k0: int, k1: int) -> Block:
     return Block(q0, q1, k0, k1, torch.tensor([0, q1 - q0], dtype=torch.int32), torch.tensor([0, k1 - k0], dtype=torch.int32))
 
 
-class _RingAttention(torch.autograd.Function):
+def _attend_ring(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ring: Ring, axis: Axis) -> Tensor:
     """Causal attention of this rank's queries over the whole stream's keys, (N, H, d)."""
+    return _RingAttention.apply(q_NHd, k_NGd, v_NGd, ring, axis)
 
+
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ring: Ring, axis: Axis) -> Tensor:
         """Attend to this rank's own keys, then to each block that arrives, merging the outputs by their log-sum-exp."""
@@ -352,7 +355,7 @@ def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis
     Shapes: q (n, H, d), k and v (n, G, d) with n = N / cp; returns (n, H, d).
     """
     if plan.ring is not None:
-        return _RingAttention.apply(q_NHd, k_NGd, v_NGd, plan.ring, axis)
+        return _attend_ring(q_NHd, k_NGd, v_NGd, plan.ring, axis)
     if plan.slices is not None:
         return _attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis, backend)
     return _attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis, backend)

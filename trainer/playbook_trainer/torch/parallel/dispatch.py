@@ -55,7 +55,8 @@ def make(
     dispatcher.fused, dispatcher.early = fused, early
     if wrap_sort is not None:
         dispatcher.sort = wrap_sort(dispatcher.sort)
-    return dispatcher
+    built: Dispatcher = dispatcher
+    return built
 
 
 @dataclass
@@ -324,7 +325,8 @@ class Dedup(Dispatcher):
         key_Tk, slot_Tk = torch.sort(torch.where(is_local, local, self.held), dim=1, stable=True)
         key, num_rows = key_Tk[:, :top].flatten(), sum(away)
         order = torch.argsort(key, stable=True)
-        place = _invert(order)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
         order_R = order[:num_rows]
         owner_R = order_R // top
         slot_R = owner_R * top_k + slot_Tk[:, :top].flatten()[order_R]
@@ -357,7 +359,8 @@ def _fan_of_tokens(goes_NP: Tensor, counts: list[int], num_pairs: int) -> Fan:
 
 def _fan(owner: Tensor, place: Tensor, degree: Tensor, counts: list[int]) -> Fan:
     order = torch.argsort(degree, descending=True, stable=True)
-    rank = _invert(order)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=order.device)
     return Fan(owner, place.index_select(0, order), rank, counts)
 
 
