@@ -96,39 +96,53 @@ def recipe(name: str, device: torch.device) -> Recipe:
 
 def linear(how: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     """`torch.nn.functional.linear` without bias, by a recipe."""
-    return lambda x_MK, w_NK: _Product.apply(x_MK, w_NK, None, how)
+    return lambda x_MK, w_NK: _Linear.apply(x_MK, w_NK, how)
 
 
 def grouped(how: Recipe) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Each group of rows (M, K), the last of which `ends` gives, with its own matrix of (E, N, K): (M, N), rowwise."""
-    return lambda x_MK, w_ENK, ends_E: _Product.apply(x_MK, w_ENK, ends_E, how)
+    return lambda x_MK, w_ENK, ends_E: _Grouped.apply(x_MK, w_ENK, ends_E, how)
 
 
-class _Product(torch.autograd.Function):
-    """One product (w is N x K), or with `ends_E` one for each group of rows (w is E x N x K)."""
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, how: Recipe) -> Tensor:
+        ctx.save_for_backward(x_MK, w_NK)
+        ctx.how = how
+        tally("fp8_linear_products")
+        # Detached, parameters and activations are one kind of tensor for the compiled casts.
+        return how.product(how.left(x_MK.detach().contiguous()), how.right(w_NK.detach()), x_MK.dtype)
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w: Tensor, ends_E: Tensor | None, how: Recipe) -> Tensor:
-        ctx.save_for_backward(x_MK, w, ends_E)
-        ctx.how, ctx.counter = how, "fp8_linear_products" if ends_E is None else "fp8_expert_products"
-        tally(ctx.counter)
-        # Detached, parameters and activations are one kind of tensor for the compiled casts.
-        return _multiplied(how, how.left(x_MK.detach().contiguous()), how.right(w.detach()), ends_E, x_MK.dtype)
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        (x_MK, w_NK), how, grad_MN = ctx.saved_tensors, ctx.how, grads[0].contiguous()
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            tally("fp8_linear_products")
+            grad_x = how.product(how.left(grad_MN), how.right_transposed(w_NK.detach()), x_MK.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = grad_MN.t() @ x_MK
+        return grad_x, grad_w, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_ENK: Tensor, ends_E: Tensor, how: Recipe) -> Tensor:
+        ctx.save_for_backward(x_MK, w_ENK, ends_E)
+        ctx.how = how
+        tally("fp8_expert_products")
+        return _grouped(how.left(x_MK.detach().contiguous()), how.right(w_ENK.detach()), ends_E, x_MK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (x_MK, w, ends_E), how, grad_MN = ctx.saved_tensors, ctx.how, grads[0].contiguous()
+        (x_MK, w_ENK, ends_E), how, grad_MN = ctx.saved_tensors, ctx.how, grads[0].contiguous()
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            tally(ctx.counter)
-            grad_x = _multiplied(how, how.left(grad_MN), how.right_transposed(w.detach()), ends_E, x_MK.dtype)
+            tally("fp8_expert_products")
+            grad_x = _grouped(how.left(grad_MN), how.right_transposed(w_ENK.detach()), ends_E, x_MK.dtype)
         if ctx.needs_input_grad[1]:
-            grad_w = grad_MN.t() @ x_MK if ends_E is None else _per_group(grad_MN, x_MK, ends_E)
+            grad_w = _per_group(grad_MN, x_MK, ends_E)
         return grad_x, grad_w, None, None
-
-
-def _multiplied(how: Recipe, x: Quantised, w: Quantised, ends_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return how.product(x, w, dtype) if ends_E is None else _grouped(x, w, ends_E, dtype)
 
 
 def _scaled_rows(x: Quantised, w: Quantised, dtype: torch.dtype) -> Tensor:
