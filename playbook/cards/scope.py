@@ -112,6 +112,7 @@ def _fault(kind: Kind, predicate: Any) -> str | None:
 
 
 def _holds(kind: Kind, predicate: Any, fact: Any) -> bool:
+    """Whether a fact meets a predicate of this kind, which `problems` has accepted."""
     if isinstance(predicate, list):
         return any(_holds(kind, p, fact) for p in predicate)
     if kind == "flag":
