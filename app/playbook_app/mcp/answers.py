@@ -455,7 +455,7 @@ def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -
     found = [r.content.measured for r in records if isinstance(r.content, Evidence) and not r.altered]
     walls = [r.wall_s for m in found if m.case and (m.case.id, m.profile) == (case.id, profile) for r in m.runs if r.outcome == "ok"]
     each = median(walls) if walls else None
-    limit = 60 * case.budget.minutes
+    limit = 60.0 * case.budget.minutes
     noise = "exact metric, no noise" if exact else "that of the launches that are compared"
     return {
         "profile": profile,
