@@ -1,9 +1,13 @@
 """What several tests of the harness plant."""
 
 import json
+import signal
+from typing import ClassVar
 
 import pytest
 from planted_case import CASE
+
+from playbook_bench.launch.local import Interrupted, LocalLauncher
 
 
 @pytest.fixture
@@ -24,6 +28,25 @@ def plant(monkeypatch):
         monkeypatch.setenv("PLANT", json.dumps(variants))
 
     return set_
+
+
+@pytest.fixture
+def stops_at():
+    """Makes a launcher that stops its command at this launch, as a signal does; `launched` has the folders of all launches, of that command and of the next."""
+
+    def made(number, base=LocalLauncher):
+        class StopsOnce(base):
+            launched: ClassVar[list[str]] = []
+
+            def run(self, spec, on_step=None):
+                self.launched.append(spec.folder.name)
+                if len(self.launched) == number:
+                    raise Interrupted(signal.SIGTERM)
+                return super().run(spec, on_step)
+
+        return StopsOnce
+
+    return made
 
 
 @pytest.fixture

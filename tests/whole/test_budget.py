@@ -1,11 +1,9 @@
 """Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
 
 import io
-import signal
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from planted_case import bench
@@ -77,16 +75,6 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
     assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
 
 
-@pytest.mark.full
-def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):
-    plant()
-    noting = Noting()
-    monkeypatch.setattr(Stretched, "first", 100)
-    bench(case(), tmp_path, launcher=Stretched, budget_s=250.0, progress=noting)
-    (note,) = [n for n in noting.notes if "8 launches to the first look" in n]
-    assert note.endswith("; the same command goes on where this one stops")
-
-
 @pytest.mark.parametrize(("pairs", "said"), [(99, True), (4, False)])
 def test_more_pairs_than_the_case_has_are_not_promised(pairs, said, case, tmp_path, plant):
     plant()
@@ -96,11 +84,11 @@ def test_more_pairs_than_the_case_has_are_not_promised(pairs, said, case, tmp_pa
 
 
 @pytest.mark.full
-def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monkeypatch):
+def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, stops_at):
     plant()
     noting = Noting()
     path = case(steps=STEPS)
-    stopped_at_launch_6(path, tmp_path, monkeypatch)
+    stopped(path, tmp_path, stops_at(6))
     lines = SealedLines(tmp_path / "journal" / "planted.jsonl")
     rows = lines.read()
     for row in rows[1:]:
@@ -113,29 +101,18 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
     assert len(found.evidence.measured.plan.order) == 4
 
 
-def stopped_at_launch_6(path, tmp_path, monkeypatch, exported=None):
-    """The launcher that did so, with the folders of all launches, of this command and of the next."""
-
-    class StopsOnce(local.LocalLauncher):
-        launched: ClassVar[list[str]] = []
-
-        def run(self, spec, on_step=None):
-            self.launched.append(spec.folder.name)
-            if len(self.launched) == 6:
-                raise local.Interrupted(signal.SIGTERM)
-            return super().run(spec, on_step)
-
+def stopped(path, tmp_path, launcher, exported=None):
     with pytest.raises(local.Interrupted):
-        bench(path, tmp_path, launcher=StopsOnce, journal=Journal(tmp_path / "journal", ["here"], exported))
-    return StopsOnce
+        bench(path, tmp_path, launcher=launcher, journal=Journal(tmp_path / "journal", ["here"], exported))
 
 
 @pytest.mark.full
-def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
+def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, stops_at):
     plant(candidate={"slower": 0.2})
     path = case(steps=STEPS)
-    stops_once = stopped_at_launch_6(path, tmp_path, monkeypatch)
+    stops_once = stops_at(6)
     launched = stops_once.launched
+    stopped(path, tmp_path, stops_once)
     found = bench(path, tmp_path, launcher=stops_once, journal=Journal(tmp_path / "journal", ["here"]))
     measured = found.evidence.measured
     assert found.status == "measured"
@@ -182,12 +159,12 @@ def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant
 
 
 @pytest.mark.full
-def test_runs_with_other_exported_variables_are_not_one_series(case, tmp_path, plant, monkeypatch):
+def test_runs_with_other_exported_variables_are_not_one_series(case, tmp_path, plant, monkeypatch, stops_at):
     """All ranks have what this process exports: who sets `CUDA_LAUNCH_BLOCKING` to find a fault goes on with another machine, in effect."""
     plant()
     path = case(steps=STEPS)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    stopped_at_launch_6(path, tmp_path, monkeypatch, exported=detect.exported())
+    stopped(path, tmp_path, stops_at(6), exported=detect.exported())
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
     with pytest.raises(StoreError, match=r"had CUDA_LAUNCH_BLOCKING=1; set the environment as it was then, or name another folder"):
         bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], detect.exported()))

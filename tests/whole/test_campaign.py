@@ -8,6 +8,7 @@ from datetime import date
 from types import SimpleNamespace
 
 import pytest
+from in_process import run
 from planted_case import options
 
 from playbook.cards.load import load_all
@@ -17,7 +18,6 @@ from playbook.records.case import load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import read
 from playbook.records.standing import untested_claims, untraced_verdicts
-from playbook_app.cli.app import main
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, tracing
 from playbook_bench.run.journal import Journal
@@ -141,29 +141,16 @@ def test_what_was_undecided_after_all_of_its_pairs_waits_and_what_time_cut_goes_
 
 
 def test_a_campaign_of_named_claims_keeps_their_order_and_leaves_out_what_is_settled(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "confirm",
-                "long-context-cp-sizing/L9",
-                "long-context-cp-sizing/L2",
-                "--untested",
-                "--profile",
-                "cpu",
-                "--results",
-                str(tmp_path),
-            ]
-        )
-    assert "0 claims" in capsys.readouterr().err
+    words = ["confirm", "long-context-cp-sizing/L9", "long-context-cp-sizing/L2", "--untested", "--profile", "cpu"]
+    assert "0 claims" in run(capsys, *words, "--results", str(tmp_path))[2]
     assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize("words", [["--untested"], ["--all", "--untested"], ["recompute/W1", "--untested"]])
 def test_a_campaign_names_its_machine_class(words, capsys):
-    with pytest.raises(SystemExit) as e:
-        main(["confirm", *words])
-    assert e.value.code == 2
-    assert "--" in capsys.readouterr().err
+    code, _, err = run(capsys, "confirm", *words)
+    assert code == 2
+    assert "--" in err
 
 
 def test_a_campaign_first_traces_what_an_earlier_call_had_no_time_to_trace(tmp_path, monkeypatch, capsys):
@@ -175,11 +162,9 @@ def test_a_campaign_first_traces_what_an_earlier_call_had_no_time_to_trace(tmp_p
         "playbook_app.cli.commands.confirm.harness.run", lambda chosen, options, _: asked.append((chosen, list(options.untraced))) or []
     )
     words = ["confirm", "recompute/V10", "long-context-cp-sizing/L9", "--untested", "--profile", "h200x1", "--results", str(tmp_path)]
-    for more in ([], ["--no-trace"]):
-        with pytest.raises(SystemExit):
-            main([*words, *more])
+    said = [run(capsys, *words, *more)[2] for more in ([], ["--no-trace"])]
     assert asked == [([], ["recompute-selective-vs-full"]), ([], [])]
-    assert "1 verdict without a trace: recompute/V10" in capsys.readouterr().err
+    assert "1 verdict without a trace: recompute/V10" in said[0]
 
 
 def test_what_has_a_trace_or_was_not_timed_on_gpus_of_its_own_waits_for_none():

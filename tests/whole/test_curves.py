@@ -72,13 +72,6 @@ def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_
 
 
 @pytest.mark.full
-def test_a_planted_curve_refutes_the_wrong_guess(curve_card, tmp_path, plant):
-    plant(seed1={"slower": 0.3}, seed3={"slower": 0.2})
-    found = confirmed(curve_card("sweep", "{op: best, at: [3], margin: {value: 5, unit: percent}}"), tmp_path)
-    assert found.status == "refuted"
-
-
-@pytest.mark.full
 def test_a_value_that_does_not_fit_is_left_out_where_the_claim_allows_it(curve_card, tmp_path, plant, capsys):
     plant(seed3={"fault": "oom"}, seed1={"slower": 0.3})
     found = confirmed(curve_card("sweep", "{op: best, at: [2], infeasible: [3], margin: {value: 5, unit: percent}}"), tmp_path)
@@ -91,7 +84,7 @@ def test_a_value_that_does_not_fit_is_left_out_where_the_claim_allows_it(curve_c
     )
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("crash", "run_error"), ("disable", "not_activated"), ("nan", "run_error")])
+@pytest.mark.parametrize(("fault", "reason"), [("disable", "not_activated"), ("nan", "run_error")])
 @pytest.mark.sample("nan-run_error")
 def test_a_failing_value_is_an_error_and_never_slower(curve_card, tmp_path, plant, fault, reason):
     plant(seed2={"fault": fault, "slower": 0.5})
@@ -118,7 +111,7 @@ def test_a_planted_coupling_is_found(curve_card, tmp_path, plant):
     assert found.evidence.derived.curve.contrasts[0].effect == pytest.approx(1 / 0.7 - 1, abs=0.05)
 
 
-@pytest.mark.parametrize(("fault", "status"), [("refused", "confirmed"), ("oom", "confirmed"), (None, "refuted"), ("crash", "error")])
+@pytest.mark.parametrize(("fault", "status"), [("oom", "confirmed"), (None, "refuted")])
 @pytest.mark.sample("oom-confirmed")
 def test_cells_exclude_each_other_or_do_not(curve_card, tmp_path, plant, fault, status):
     plant(**{"seed2-lr0.2": {"fault": fault}})

@@ -5,7 +5,6 @@ The ranks are `planted.py`, which invents its step times; the tests under `test_
 
 import io
 import itertools
-import signal
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from planted_case import REAL, bench, only, options
 
 from playbook.errors import PlaybookError, StoreError
 from playbook_bench.launch import outcome
-from playbook_bench.launch.local import Interrupted, LocalLauncher
+from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine.telemetry import Ticks
 from playbook_bench.run import aa, confirm, replay, report, store
 from playbook_bench.run.progress import Progress
@@ -40,8 +39,6 @@ def test_a_series_runs_burn_in_and_pairs_and_its_evidence_replays(case, tmp_path
     ("op", "margin", "slower", "status"),
     [
         (">=", 5, -0.2, "confirmed"),
-        (">=", 5, 0.2, "refuted"),
-        ("<=", -3, 0.2, "confirmed"),
         ("<=", -3, -0.2, "refuted"),
         ("within", 10, 0.0, "confirmed"),
     ],
@@ -103,22 +100,6 @@ def test_another_rank_killed_takes_the_run_down_at_once(case, tmp_path, plant):
     assert "rank 1 ended with SIGKILL" in found.evidence.measured.runs[-1].message
 
 
-def test_a_short_run_is_an_error(case, tmp_path, plant):
-    plant(candidate={"fault": "short"})
-    found = bench(case("dispatch_bytes_per_token_layer"), tmp_path)
-    assert found.status == "error"
-    assert "8 of 10 steps" in found.evidence.derived.verdict.sentence
-
-
-@pytest.mark.full
-def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant):
-    plant()
-    found = bench(case("mfu"), tmp_path)
-    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
-    assert "reported no mfu" in found.evidence.derived.verdict.sentence
-    assert replay.replay(found.path)[0]
-
-
 @pytest.mark.full
 def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_path, plant):
     plant()
@@ -135,18 +116,6 @@ def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, p
     assert replay.replay(found.path) == (True, [])
 
 
-def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp_path, plant):
-    plant(candidate={"loss": 0.5, "slower": 0.3})
-    found = only(confirm.run([card("<=", -3)], options(tmp_path)))
-    assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "invalid_pair")
-    assert found.evidence.derived.verdict.sentence == (
-        "the first run of each shows that they cannot be compared: loss: mean losses differ by 9.2 %, at most 1 % is allowed"
-    )
-    assert [r.role for r in found.evidence.measured.runs] == ["burn_in", "burn_in"]
-    assert found.evidence.measured.plan.order == []
-    assert replay.replay(found.path) == (True, [])
-
-
 @pytest.mark.full
 def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):
     plant()
@@ -159,37 +128,12 @@ def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tm
     assert replay.replay(found.path)[0]
 
 
-def test_a_spent_budget_is_said(card, tmp_path, plant):
-    plant()
-    found = only(confirm.run([card(">=", 5)], options(tmp_path, budget_s=0.4)))
-    assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "budget")
-
-
-@pytest.mark.full
-def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
-    plant(baseline={"computing": 31})
-    out = io.StringIO()
-    report.print_outcome(bench(case(), tmp_path), report.console(out))
-    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
-    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
-        "a name longer than its column stays a word of its own"
-    )
-
-
-@pytest.mark.full
-def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, monkeypatch):
-    plant()
-    counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
-    monkeypatch.setattr("playbook_bench.run.series.ticks", lambda: next(counts))
-    out, found = io.StringIO(), bench(case(), tmp_path)
-    assert {r.telemetry["stolen_percent"] for r in found.evidence.measured.runs} == {15.0}
-    report.print_outcome(found, report.console(out))
-    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
-
-
 @pytest.mark.full
 def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(case, tmp_path, plant, monkeypatch):
-    plant(baseline={"late": 1.0})
+    """Beside them, in one series: a host that keeps the GPU waiting, and processor time that other machines had."""
+    plant(baseline={"late": 1.0, "computing": 31})
+    counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
+    monkeypatch.setattr("playbook_bench.run.series.ticks", lambda: next(counts))
 
     def read(self, start, end):
         clock, limits = {"p5": 1500.0, "p50": 1695.0, "p95": 1980.0}, {"power": 91.0, "heat": 0.0}
@@ -207,6 +151,12 @@ def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(ca
     report.print_outcome(found, report.console(out))
     assert "the GPU's clock was held down by power in 91 % of baseline (1,695 MHz), 91 % of candidate (1,695 MHz)" in out.getvalue()
     assert "heat" not in out.getvalue()
+    assert {r.telemetry["stolen_percent"] for r in runs} == {15.0}
+    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
+    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
+    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
+        "a name longer than its column stays a word of its own"
+    )
 
 
 def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, plant, monkeypatch):
@@ -219,13 +169,11 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
 # The real trainer under the same faults.
 
 
-@pytest.mark.parametrize(("fault", "outcome"), [("kill", "killed"), ("hang", "hang")])
 @pytest.mark.full
-def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
-    plant(baseline={"fault": fault, "rank": 1})
-    timeout = 600 if fault == "kill" else 12
-    found = bench(case("dispatch_bytes_per_token_layer", timeout=timeout, steps=400), tmp_path, command=REAL)
-    assert found.evidence.measured.runs[-1].outcome == outcome
+def test_real_trainer_that_hangs(case, tmp_path, plant):
+    plant(baseline={"fault": "hang", "rank": 1})
+    found = bench(case("dispatch_bytes_per_token_layer", timeout=12, steps=400), tmp_path, command=REAL)
+    assert found.evidence.measured.runs[-1].outcome == "hang"
     assert found.status == "error"
 
 
@@ -262,21 +210,13 @@ def test_a_verdict_is_printed_before_it_is_stored_and_kept_where_storing_fails(c
 
 
 @pytest.mark.full
-def test_a_stopped_series_goes_on_without_having_asked_for_a_journal(case, tmp_path, plant):
+def test_a_stopped_series_goes_on_without_having_asked_for_a_journal(case, tmp_path, plant, stops_at):
     plant()
-    launched = []
-
-    class StopsOnce(LocalLauncher):
-        def run(self, spec, on_step=None):
-            launched.append(spec.folder.name)
-            if len(launched) == 4:
-                raise Interrupted(signal.SIGTERM)
-            return super().run(spec, on_step)
-
+    launcher = stops_at(4)
     with pytest.raises(Interrupted):
-        bench(case(), tmp_path, launcher=StopsOnce)
-    assert bench(case(), tmp_path, launcher=StopsOnce).status in ("measured", "inconclusive")
-    assert launched[4:][0].startswith("002-"), "the burn-ins are not measured again"
+        bench(case(), tmp_path, launcher=launcher)
+    assert bench(case(), tmp_path, launcher=launcher).status in ("measured", "inconclusive")
+    assert launcher.launched[4].startswith("002-"), "the burn-ins are not measured again"
     assert not list((tmp_path / "results" / "journal").glob("*")), "a command that ended leaves nothing to go on with"
 
 

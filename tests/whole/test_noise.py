@@ -3,11 +3,9 @@
 import functools
 import io
 import json
-import signal
-from collections import Counter
 
 import pytest
-from planted_case import FAKE, bench, options
+from planted_case import FAKE, options
 from typer.testing import CliRunner
 
 from playbook.paths import data_root
@@ -15,18 +13,8 @@ from playbook.records.consistency import contradictions
 from playbook.records.read import EVIDENCE, read
 from playbook_app.cli.app import app
 from playbook_bench.launch import local
-from playbook_bench.run import aa, replay, report
+from playbook_bench.run import aa, report
 from playbook_bench.run import options as defaults
-
-
-@pytest.mark.full
-def test_a_series_takes_its_noise_from_the_launches_that_it_compares(case, tmp_path, plant):
-    """Ten launches and no A/A."""
-    plant(candidate={"slower": 0.3})
-    found = bench(case(), tmp_path)
-    assert Counter(r.role for r in found.evidence.measured.runs) == Counter(burn_in=2, measure=8)
-    assert (found.evidence.measured.aa, found.evidence.derived.comparison.floor) == (None, None)
-    assert replay.replay(found.path) == (True, [])
 
 
 @pytest.fixture(scope="module")
@@ -99,24 +87,13 @@ def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tm
 
 
 @pytest.mark.full
-def test_a_stopped_noise_goes_on_from_the_launches_that_had_ended(case, tmp_path, plant):
+def test_a_stopped_noise_goes_on_from_the_launches_that_had_ended(case, tmp_path, plant, stops_at):
     plant(baseline={"noise": 0.01})
-    calls = []
-
-    class Stopped(local.LocalLauncher):
-        """Stops the command at its fifth launch, as Ctrl-C does."""
-
-        def run(self, spec, on_step=None):
-            calls.append(spec)
-            if len(calls) == 5:
-                raise local.Interrupted(signal.SIGINT)
-            return super().run(spec, on_step)
-
-    path = case()
+    path, launcher = case(), stops_at(5)
     with pytest.raises(local.Interrupted):
-        aa.run(path, options(tmp_path, launcher=Stopped, profile="cpu"))
-    found = aa.run(path, options(tmp_path, launcher=Stopped, profile="cpu"))
+        aa.run(path, options(tmp_path, launcher=launcher, profile="cpu"))
+    found = aa.run(path, options(tmp_path, launcher=launcher, profile="cpu"))
     # A burn-in, a pair and half of one before it was stopped: the half is launched again.
-    assert len(calls) == 5 + 6
+    assert len(launcher.launched) == 5 + 6
     assert sorted(r.pair for r in found.runs) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert not list((tmp_path / "results" / "journal").iterdir())

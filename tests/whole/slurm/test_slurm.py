@@ -49,25 +49,21 @@ def cluster(tmp_path):
     return str(path)
 
 
-def in_an_allocation(environment, tmp_path, *words):
-    """The lines that planted_series.py prints as a batch job on both nodes."""
-    log = tmp_path / "log"
-    wrapped = [
-        "sbatch",
-        "--wait",
-        "--no-kill",
-        "--nodes=2",
-        "--exclusive",
-        f"--output={log}",
-        f"--chdir={tmp_path}",
-        str(tmp_path / "job.sh"),
-    ]
-    script = " ".join(f"'{w}'" for w in (sys.executable, str(SUPPORT / "ranks" / "planted_series.py"), *words))
-    (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexec {script}\n", encoding="utf-8")
+def batch(environment, tmp_path, command, *options):
+    """The lines of JSON that a command prints as a batch job on both nodes."""
+    log, script = tmp_path / "log", tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\nexec {command}\n", encoding="utf-8")
+    wrapped = ["sbatch", "--wait", "--nodes=2", "--exclusive", *options, f"--output={log}", f"--chdir={tmp_path}", str(script)]
     done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)
     text = log.read_text(errors="replace") if log.exists() else ""
     assert done.returncode == 0, done.stderr + text
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def in_an_allocation(environment, tmp_path, *words):
+    """What planted_series.py prints there."""
+    command = " ".join(f"'{w}'" for w in (sys.executable, str(SUPPORT / "ranks" / "planted_series.py"), *words))
+    return batch(environment, tmp_path, command, "--no-kill")
 
 
 def playbook(environment, tmp_path, *words):
@@ -255,14 +251,7 @@ def test_a_job_is_submitted_and_left_alone(environment, cluster, tmp_path):
 
 def of_one_step(environment, tmp_path, ranks_of_a_node, *words):
     """What a step on both nodes prints."""
-    command = f"srun --ntasks-per-node={ranks_of_a_node} {sys.executable} {' '.join(words)}"
-    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
-    log = tmp_path / "log"
-    wrapped = ["sbatch", "--wait", "--nodes=2", "--exclusive", f"--output={log}", f"--chdir={tmp_path}", str(tmp_path / "job.sh")]
-    done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    text = log.read_text(errors="replace")
-    assert done.returncode == 0, done.stderr + text
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return batch(environment, tmp_path, f"srun --ntasks-per-node={ranks_of_a_node} {sys.executable} {' '.join(words)}")
 
 
 def test_a_check_of_all_nodes_is_one_step_and_one_answer(environment, tmp_path):
