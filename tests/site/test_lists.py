@@ -21,7 +21,7 @@ from playbook_app.site import build
 from playbook_app.site.cards import DECIDED, Shelf, anchor, changes
 from playbook_app.site.evidence import trace_page
 from playbook_app.site.indexes import llms
-from playbook_app.site.lists import facts, one_gpu_page, travel_page
+from playbook_app.site.lists import facts, one_gpu_page, record_and_trace, travel_page
 from playbook_app.site.models import plan_of, settings
 from playbook_app.site.text import NBSP
 
@@ -231,6 +231,10 @@ def test_the_page_of_a_trace_says_what_the_difference_of_the_steps_is_made_of(sh
         )
         checked += 1
     assert checked
+
+
+def test_the_page_that_follows_one_verdict_leads_to_its_record_and_to_the_trace_of_its_case(shipped: Shelf) -> None:
+    assert re.findall(r"\[(The \w+)\]\(\.\./evidence/\w+\.md\)", record_and_trace(shipped)) == ["The record", "The trace"]
 
 
 def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(whole: Generated) -> None:

@@ -277,7 +277,7 @@ def record_and_trace(shelf: Shelf, claim: str = "W9") -> str:
         f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token"
         " over all ranks' rows."
         for r in records
-        for trace in traces(shelf.records, r.get("case"))[:1]
+        for trace in traces(shelf.records, r.get("measured", "case", "id"))[:1]
     ]
     return "\n".join(lines)
 

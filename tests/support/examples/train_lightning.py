@@ -1,4 +1,4 @@
-"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger, and TensorBoard's where that is asked for. `--pause-ms` makes a step longer."""
+"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger, and TensorBoard's where that is asked for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ WIDTH = 64
 class Model(lightning.LightningModule):
     """Learns to copy its input, and logs loss, step time and tokens."""
 
-    def __init__(self, pause_ms: float, log_time: bool) -> None:
+    def __init__(self, log_time: bool) -> None:
         super().__init__()
-        self.pause_ms, self.log_time = pause_ms, log_time
+        self.log_time = log_time
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.before = time.perf_counter()
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        time.sleep(self.pause_ms / 1000)
         loss = nn.functional.mse_loss(self.inner(batch[0]), batch[0])
         self.log("train_loss", loss, on_step=True)
         if self.log_time:
@@ -45,7 +44,6 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--output", default="lightning-run")
     arguments.add_argument("--steps", type=int, default=20)
-    arguments.add_argument("--pause-ms", type=float, default=0.0)
     arguments.add_argument("--monitor", action="store_true", help="Lightning's own clock instead of a step time")
     arguments.add_argument("--tensorboard", action="store_true", help="write events, with a validation between logged steps")
     told = arguments.parse_args()
@@ -65,7 +63,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(told.pause_ms, not told.monitor), data, data if told.tensorboard else None)
+    trainer.fit(Model(not told.monitor), data, data if told.tensorboard else None)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def report(world=4, file=LARGE, **overrides):
     return dry_run(load(file, {"backend": "megatron", "data.pack": False, **batch, **overrides}), world)
 
 
-# Peak allocated GiB on four H200s, megatron-core 0.19.2: the rows of tests/planner/test_memory.py, as configurations.
+# Peak allocated GiB on four H200s, megatron-core 0.19.2: tests/fixtures/memory_runs.yaml, as configurations.
 @pytest.mark.parametrize(
     ("overrides", "measured"),
     [
