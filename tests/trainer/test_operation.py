@@ -326,14 +326,14 @@ def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
 # By a clock that only experts advance, so that no other work of the machine is seen.
 SLOW_EXPERTS = """
 import os, types
-from playbook_trainer.observe import watchdog
+from playbook_trainer.observe import ranges
 from playbook_trainer.torch.model import decoder
 real, passed = decoder.Experts._loop, [0.0]
 def planted(self, *args):
     passed[0] += 0.5 if os.environ["RANK"] == "1" else 0.001
     return real(self, *args)
 decoder.Experts._loop = planted
-watchdog.time = types.SimpleNamespace(perf_counter=lambda: passed[0], monotonic=watchdog.time.monotonic)
+ranges.time = types.SimpleNamespace(perf_counter=lambda: passed[0])
 """
 
 
