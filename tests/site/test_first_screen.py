@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from site_browser import ASK, places
+from site_browser import ASK, names, places
 
 from playbook.paths import repo_root
 from playbook_app.site.doors import DOORS
@@ -34,9 +34,21 @@ def test_home_has_the_form_in_its_first_screen_and_five_facts_two_of_them_refute
     page.context.close()
 
 
-def test_a_place_that_is_linked_to_is_shown(page: Any, site_root: str) -> None:
+def test_no_page_is_taller_than_twelve_screens_or_wider_than_one_on_a_phone(chromium: Any, built_site: Path, site_root: str) -> None:
+    page = chromium.new_context(viewport=PHONE).new_page()
+    wrong, records = [], 0
+    for name in names(built_site):
+        records += name.startswith("evidence/")
+        if name.startswith("evidence/") and name != "evidence/index.html" and records % 20:
+            continue  # records are alike
+        page.goto(f"{site_root}/{name}")
+        height, width = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
+        if height > 12 * PHONE["height"] or width > PHONE["width"]:
+            wrong.append(f"{name}: {height / PHONE['height']:.1f} screens, {width} pixels wide")
     page.goto(f"{site_root}/_generated/published.html#r294")
-    assert page.is_visible("#r294")
+    assert page.is_visible("#r294"), "a place that is linked to is shown"
+    page.context.close()
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
