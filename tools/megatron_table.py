@@ -157,10 +157,12 @@ def is_done(job: Job, limit_s: float) -> bool:
     if len(job.codes) < len(job.pids) and (any(job.codes.values()) or time.monotonic() - job.began > limit_s):
         if not any(job.codes.values()):
             job.ended = f"did not end within {limit_s:g} s"
-        for rank, pid in [each for each in enumerate(job.pids) if each[0] not in job.codes]:
+        left = [each for each in enumerate(job.pids) if each[0] not in job.codes]
+        for _, pid in left:  # all of them before any is waited for
             for end in (os.killpg, os.kill):
                 with suppress(ProcessLookupError):
                     end(pid, signal.SIGKILL)
+        for rank, pid in left:
             os.waitpid(pid, 0)
             job.codes[rank] = 0
     return len(job.codes) == len(job.pids)

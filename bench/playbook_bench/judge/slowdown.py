@@ -63,8 +63,13 @@ class Slowdown:
 def judge_slowdown(worse: design.Estimate, pairs: int, limit: float, looks: Sequence[int]) -> Slowdown:
     """Judge at one look whether the newer commit is slower by more than the limit. `worse` is positive where it is slower, after so many
     pairs: at least two, of finite values, which `design.contrast` sees to.
+
+    Raises:
+        ValueError: the values are so large that their error is not finite.
     """
     mean, error, freedom = float(worse.value), float(worse.standard_error), float(worse.degrees_of_freedom)
+    if not (math.isfinite(mean) and math.isfinite(error)):
+        raise ValueError("a difference is not finite")
     low = mean - statistics.t_quantile(2 * _rate(_REGRESSION_ERROR, looks, pairs), freedom) * error
     high = mean + statistics.t_quantile(2 * _rate(_PASS_ERROR, looks, pairs), freedom) * error
     deviation = error * math.sqrt(pairs)
@@ -233,7 +238,7 @@ def in_words(slowdown: Slowdown, metric: Metric, limit: float, runs: Sequence[Ru
     above = f"a slowdown above {100 * limit:g} {unit}"
     refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
     cause, need = cause_of_noise(runs, slowdown.deviation), slowdown.pairs_needed
-    excluded = f"one above {math.ceil(high)} {unit} is ruled out" if log else ""
+    excluded = f"one above {math.ceil(high)} {unit} is ruled out" if log and math.isfinite(high) else ""
     settles = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)"
     at_the_limit = "it lies so near that no number of pairs tells: a person decides, or another --limit"
     rest = "; ".join(filter(None, (excluded, settles if need else at_the_limit)))

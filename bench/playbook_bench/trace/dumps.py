@@ -125,8 +125,8 @@ def _text(value: Any, most: int = 120) -> str:
     return "".join(c for c in value[:most] if c.isprintable()) if isinstance(value, str) else ""
 
 
-def _bounded(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 else None
+def _bounded(value: Any, bits: int = 64) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << bits else None
 
 
 def _group(entry: Mapping[str, Any]) -> str:
@@ -144,7 +144,7 @@ def _calls(dump: Mapping[str, Any]) -> list[_Call]:
         if not isinstance(entry, dict):
             continue
         sent = entry.get("is_p2p") is True
-        number = _bounded(entry.get("p2p_seq_id" if sent else "collective_seq_id"))
+        number = _bounded(entry.get("p2p_seq_id" if sent else "collective_seq_id"), 62)  # -1 of 64 bits is no number
         name = _text(entry.get("profiling_name"))
         if number is None or not name:
             continue
@@ -170,7 +170,7 @@ def _where(frames: Any) -> str:
     valid = [f for f in frames[:64] if isinstance(f, dict)] if isinstance(frames, list | tuple) else []
     outside = [f for f in valid if "/torch/" not in _text(f.get("filename"), 400)]
     for frame in (outside or valid)[:1]:
-        return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_bounded(frame.get('line')) or 0} {_text(frame.get('name'))}"
+        return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_bounded(frame.get('line'), 62) or 0} {_text(frame.get('name'))}"
     return ""
 
 

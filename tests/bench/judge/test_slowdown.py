@@ -147,6 +147,12 @@ def test_two_pairs_are_enough_for_an_answer() -> None:
     assert slowdown.judge_slowdown(worse(0.0, 0.00001, 2, 2.0), 2, LIMIT, (2,)).answer == "pass"
 
 
+@pytest.mark.parametrize(("mean", "error"), [(math.nan, 0.1), (0.0, math.inf)])
+def test_no_number_gives_no_answer(mean: float, error: float) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        slowdown.judge_slowdown(design.Estimate(*map(np.asarray, (mean, error, 4.0))), 4, LIMIT, LOOKS)
+
+
 def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
     def ran(variant: str, computing: float, stolen: float) -> Run:
         return make_run(variant, observed=Observed(counters={"gpu_computing_percent": computing}), telemetry={"stolen_percent": stolen})
