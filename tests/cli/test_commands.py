@@ -346,7 +346,7 @@ def test_the_shell_completes_commands():
 def test_evidence_is_shown_by_claim_with_its_interval(capsys, elsewhere):
     code, by_claim, _ = run(capsys, "evidence", "show", "moe-dispatcher-choice/W9")
     assert code == 0
-    assert run(capsys, "evidence", "show", by_claim.split()[0])[1] == by_claim
+    assert by_claim.startswith(run(capsys, "evidence", "show", by_claim.split()[0])[1])
     (line,) = (line for line in by_claim.splitlines() if "M] +5 %" in line)
     assert line.index("=") < line.index("o") < line.rindex("=") < line.index("|") < line.index("M]")
 

@@ -51,9 +51,8 @@ def here() -> Here:
 
 
 def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[str, Any]:
-    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
-    newest_first = sorted(verdicts(records, claim.id), key=lambda r: r.precedence, reverse=True)
-    rows = [verdict_row(r, claim) for r in newest_first]
+    """Where a claim stands, by the first of `verdicts`, and on each machine."""
+    rows = [verdict_row(r, claim) for r in verdicts(records, claim.id)]
     for each in rows:
         if each["stale"]:
             each["sentence"] += f"; stale: {'; '.join(each['stale'])}"

@@ -121,7 +121,7 @@ def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, l
         raise PlaybookError(f"there is no record {named}; `playbook evidence list --json` has their paths")
     if claim not in claims:
         raise PlaybookError(f"there is no claim {claim}; `playbook cards list --claims` shows them all")
-    matches = sorted(verdicts(records, claim), key=lambda r: r.precedence, reverse=True)
+    matches = verdicts(records, claim)
     if not matches:
         raise PlaybookError(f"nothing was measured on {claim} yet; test it with: playbook confirm {claims[claim][0]}/{claim}")
     return matches[0], claims[claim][1], matches[1:]
