@@ -200,7 +200,7 @@ class Plan(Strict):
     budget_s: float | None = None
     extended: bool = False
     """The warm-up was extended once because step time was not steady."""
-    stopped: Literal["budget", "pairs", "failed", "decided", "complete"] = "complete"
+    stopped: Literal["budget", "pairs", "failed", "decided", "out_of_reach", "complete"] = "complete"
     order: list[str] = Field(default_factory=list)
     """Halves of ABBA blocks as run (A is the baseline), or the variants of each block in their order."""
 

@@ -51,6 +51,18 @@ def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op
     assert replay.replay(found.path)[0]
 
 
+def test_a_claim_that_noise_puts_out_of_reach_ends_after_the_second_look(card, case, tmp_path, plant):
+    plant(baseline={"noise": 0.1}, candidate={"noise": 0.1})
+    cards = [card(">=", 0)]
+    path = Path(case())
+    path.write_text(path.read_text().replace("[4, 8]", "[2, 4, 6, 8]"))
+    found = only(confirm.run(cards, options(tmp_path, seed=1)))
+    measured, verdict = found.evidence.measured, found.evidence.derived.verdict
+    assert (found.status, verdict.reason, measured.plan.stopped) == ("inconclusive", "power", "out_of_reach")
+    assert "undecided after 4 of 8 pairs; about " in verdict.sentence
+    assert replay.replay(found.path)[0]
+
+
 def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plant):
     plant()
     found = only(confirm.run([card("<=", 0, "dispatch_bytes_per_token_layer")], options(tmp_path)))

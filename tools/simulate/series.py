@@ -90,17 +90,19 @@ def rates(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, floa
     rng, rules = np.random.default_rng(seed), RULES[VERSION]
     gains, losses, spent = 0, 0, 0
     each = max(1, count // ORDERS)
+    least = statistics.least_effect(statistics.OUT_OF_REACH * LOOKS[-1], 1.0, ALPHA)
     for draw in range(ORDERS):
         launches = design.launched(design.order(draw, 2, LOOKS), 2)
         of, before = (np.array([getattr(launch, name) for launch in launches]) for name in ("variant", "before"))
         y = values(kind, kind.draw(rng, each)[:, 2 : 2 + len(of)], of, before, effect)
-        decided, pairs_used = np.zeros(each, dtype=int), np.full(each, LOOKS[-1])
+        decided, pairs_used, over = np.zeros(each, dtype=int), np.full(each, LOOKS[-1]), np.zeros(each, dtype=bool)
         for look in LOOKS:
             estimate = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
             beyond = student.ppf(1 - rules.level(LOOKS, ALPHA, look) / 2, estimate.degrees_of_freedom) * estimate.standard_error
-            now = np.where(decided == 0, np.sign(estimate.value) * (np.abs(estimate.value) > beyond), 0).astype(int)
-            pairs_used[now != 0] = look
+            now = np.where(over, 0, np.sign(estimate.value) * (np.abs(estimate.value) > beyond)).astype(int)
             decided += now
+            ends = ~over & ((now != 0) | (look > LOOKS[0]) & (np.abs(estimate.value) / estimate.standard_error < least * math.sqrt(look)))
+            pairs_used[ends], over = look, over | ends
         gains, losses, spent = gains + int((decided > 0).sum()), losses + int((decided < 0).sum()), spent + int(pairs_used.sum())
     total = each * ORDERS
     return gains / total, losses / total, 2 + 2 * spent / total
@@ -128,10 +130,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     count, seed = arguments.series, arguments.seed
-    table("No difference: series that are decided, in %", ["noise", "better", "worse"])
+    table("No difference: series that are decided, in %", ["noise", "better", "worse", "launches"])
     for kind in KINDS:
-        better, worse, _ = rates(kind, 0.0, count, seed)
-        print(f"| {kind.name} | {100 * better:.2f} | {100 * worse:.2f} |", flush=True)
+        better, worse, spent = rates(kind, 0.0, count, seed)
+        print(f"| {kind.name} | {100 * better:.2f} | {100 * worse:.2f} | {spent:.1f} |", flush=True)
     table(
         "A difference: launches on average, and series that find it, in %",
         ["difference", "noise of a launch", "launches", "found", "floor"],

@@ -237,9 +237,10 @@ class _JudgedSeries:
         if holds is not None:
             return _verdict("margin", f"{shown}; {claimed}", holds)
         more = "" if curve.blocks_needed is None else f"; about {curve.blocks_needed} {self.unit}s would settle it"
-        if n < looks[-1]:
-            return _verdict("budget", f"{shown}; {claimed}; undecided after {n} of {looks[-1]} {self.unit}s{more}")
-        return _verdict("power", f"{shown}; {claimed}; undecided after all {n} {self.unit}s{more}")
+        cut = n < looks[-1]
+        after = f"{n} of {looks[-1]}" if cut else f"all {n}"
+        reason: Reason = "budget" if cut and self.plan.stopped != "out_of_reach" else "power"
+        return _verdict(reason, f"{shown}; {claimed}; undecided after {after} {self.unit}s{more}")
 
     def _excludes(self, expect: Expect, blocks: Sequence[Block]) -> Derived:
         """The verdict of a claim with op `excludes`: the variants that it names cannot run, and all others can."""
