@@ -17,7 +17,7 @@ from playbook.paths import data_root
 from playbook_bench.judge.verdict import Statement
 from playbook_trainer.config.tree import TrainerConfig
 
-_TIMEOUT_S = 240
+_TIMEOUT_S = 600
 _TINY = (
     "train.device=cpu",
     "data.num_workers=0",
