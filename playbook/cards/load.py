@@ -62,13 +62,13 @@ def read_cards(paths: Sequence[Path]) -> Cards:
     return cards
 
 
-def load_all() -> dict[str, Card]:
-    """Every card that ships, and the user's own, by id.
+def load_all(paths: Sequence[Path] = ()) -> dict[str, Card]:
+    """Every card below the paths, by id; where there are none, every card that ships, and the user's own.
 
     Raises:
         FileError: one of them is invalid.
     """
-    cards = read_cards(folders("cards"))
+    cards = read_cards(paths or folders("cards"))
     if findings := cards.findings or [*_duplicates(cards, Cards())]:
         raise FileError(findings)
     return {entry.card.id: entry.card for entry in cards.loaded}

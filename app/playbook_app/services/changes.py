@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -13,7 +13,7 @@ from playbook.errors import PlaybookError
 from playbook.planner.models import MODELS
 from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan
-from playbook_trainer.config.tree import from_data
+from playbook_trainer.config.tree import flatten, from_data
 from playbook_trainer.export.plan_megatron import environment, flag_lines, override_lines, platform_of
 from playbook_trainer.export.plan_ours import configuration, is_preset
 from playbook_trainer.export.render import Exported, export
@@ -105,7 +105,7 @@ def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str)
     unset, set_ = {k: v for k, v, _ in keys}, {k: v for k, _, v in keys}
     try:
         if framework == "playbook":
-            first, second = {**dict(_flat(before)), **unset}, {**dict(_flat(after)), **set_}
+            first, second = {**flatten(before), **unset}, {**flatten(after), **set_}
             return Changed(tuple(f"{k}={_plain(v)}" for k, v in second.items() if first.get(k) != v))
         return _of_exports(*(_exported(each, more, framework, hardware) for each, more in ((before, unset), (after, set_))))
     except PlaybookError as e:
@@ -136,14 +136,6 @@ def _name(line: str) -> str:
 
 def _exported(data: Mapping[str, Any], keys: Mapping[str, Any], framework: str, hardware: str) -> Exported:
     return export(from_data(dict(data), keys, "plan", {}), framework, platform_of(hardware))  # type: ignore[arg-type]
-
-
-def _flat(data: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _plain(value: Any) -> str:

@@ -13,10 +13,10 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from playbook.cards.load import read_cards
-from playbook.cards.model import Card, by_claim, guidance
+from playbook.cards.load import load_all
+from playbook.cards.model import by_claim, guidance
 from playbook.errors import FileError, Finding
-from playbook.paths import data_root, folders, repo_root
+from playbook.paths import data_root, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
 from playbook_app.site.cards import Flags, Shelf, card_page, no_flags
 from playbook_app.site.doors import DOORS, door_pages
@@ -97,7 +97,7 @@ def generate(
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
     """
-    all_cards = _load_cards([cards] if cards else folders("cards"))
+    all_cards = load_all([cards] if cards else [])
     now = reference or Reference()
     records = read([r for r in results if r.is_dir()], all_cards, now.present)
     home = {claim: card for claim, (card, _) in by_claim(all_cards).items()}
@@ -148,13 +148,6 @@ def generate(
         questions=questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS},
         files=written,
     )
-
-
-def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
-    read_result = read_cards(paths)
-    if read_result.findings:
-        raise FileError(read_result.findings)
-    return {entry.card.id: entry.card for entry in read_result.loaded}
 
 
 def _record_page(shelf: Shelf, record: Record) -> str:
