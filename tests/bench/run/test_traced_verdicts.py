@@ -1,9 +1,9 @@
 """A timed verdict from GPUs is followed by a trace of its variants, whose parts add up to the difference."""
 
-import io
 import time
 
 import pytest
+from test_report import printed_by
 
 from playbook.errors import LaunchError
 from playbook.paths import data_root
@@ -53,14 +53,11 @@ def test_the_parts_of_a_waterfall_add_up_to_the_difference_of_the_traced_steps()
     assert sum(ms for _, ms in parts) == pytest.approx(after["span_ms"] - before["span_ms"], abs=1e-9)
     assert parts[0][0] == "vision", "a batch without images has no tower to run"
     assert [abs(ms) for _, ms in parts] == sorted((abs(ms) for _, ms in parts), reverse=True)
-    out = io.StringIO()
-    report.print_waterfall(trace, report.console(out))
-    assert "-619.3 ms (nsys)" in out.getvalue()
+    assert "-619.3 ms (nsys)" in printed_by(report.print_waterfall, trace)
 
 
 @pytest.mark.parametrize(("record", "said"), [("01M8557QBZ2CYTSY7G2T76JPRQ", True), ("01M84V49QM966YCH8B4ETTZQE7", False)])
 def test_a_verdict_from_a_host_that_differs_from_itself_by_three_percent_says_so(record, said):
     path = data_root("results") / "h200x1" / f"{record}.json"
-    out = io.StringIO()
-    report.print_outcome(store.Outcome(store.load(path), path), report.console(out))
-    assert ("this host is the limit: pairs of launches differ by 3.8 %" in out.getvalue()) is said
+    shown = printed_by(report.print_outcome, store.Outcome(store.load(path), path))
+    assert ("this host is the limit: pairs of launches differ by 3.8 %" in shown) is said
