@@ -330,11 +330,11 @@ def effect(low: float | None, high: float | None, **fields: object) -> Compariso
 
 
 def commits(
-    before: str = "a", after: str = "b", revisions: tuple[int | None, int | None] = (3, 3), paths: tuple[dict, dict] = ({}, {"torch.ep": 1})
+    after: str = "b", revisions: tuple[int | None, int | None] = (3, 3), paths: tuple[dict, dict] = ({}, {"torch.ep": 1})
 ) -> tuple[list[Run], dict]:
     numbered = zip(("baseline", "candidate"), revisions, paths, strict=True)
     runs = [make_run(v, strict_sha=v, performance_revision=r, revisions=p) for v, r, p in numbered]
-    return runs, {v: {"trainer": {"source_sha": s}} for v, s in (("baseline", before), ("candidate", after))}
+    return runs, {v: {"trainer": {"source_sha": s}} for v, s in (("baseline", "a"), ("candidate", after))}
 
 
 @pytest.mark.parametrize(("low", "high", "shown"), [(0.011, 0.031, "+2.1 % [1.1, 3.1]"), (-0.031, -0.011, "-2.1 % [-3.1, -1.1]")])

@@ -144,11 +144,11 @@ def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(mo
     assert requirements.restrict(both, "cpu").nodes == 2
 
 
-def a_run(number, variant, pair, role="measure"):
+def a_run(number, variant, pair):
     return Run(
         run_id=f"{number}",
         variant=variant,
-        role=role,
+        role="measure",
         pair=pair,
         position=number,
         outcome="ok",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import in_process
 import pytest
@@ -103,14 +104,12 @@ def test_idle_time_whose_launches_lie_before_the_trace_leads_where_it_is_largest
     assert found.sentence.startswith("Idle of unknown cause: for 63% of the step")
 
 
-def ahead(steps: int, launched: bool = True, first: float = 47) -> Timeline:
-    """Steps of 60 ms on the GPU that a host, which runs ahead, marks every 10 ms from zero on; the first kernel comes after `first` ms."""
+def ahead(steps: int, launched: bool) -> Timeline:
+    """Steps of 60 ms on the GPU that a host, which runs ahead, marks every 10 ms from zero on; the first kernel comes after 47 ms."""
     marks = [span(f"ProfilerStep#{i}", 10 * i, 10 * i + 10) for i in range(steps)]
-    ops = [
-        op(name, first + 60 * i + a, first + 60 * i + b, 10 * i + 1) for i in range(steps) for name, a, b in ((GEMM, 0, 40), (ADD, 40, 58))
-    ]
+    ops = [op(name, 47 + 60 * i + a, 47 + 60 * i + b, 10 * i + 1) for i in range(steps) for name, a, b in ((GEMM, 0, 40), (ADD, 40, 58))]
     timeline = trace(ops if launched else [], marks=marks)
-    timeline.device_marks = [span(f"ProfilerStep#{i}", first + 60 * i, first + 60 * i + 58) for i in range(steps)]
+    timeline.device_marks = [span(f"ProfilerStep#{i}", 47 + 60 * i, 47 + 60 * i + 58) for i in range(steps)]
     timeline.unlaunched = [] if launched else ops
     return timeline
 
@@ -301,6 +300,13 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return in_process.run(capsys, "bench", "trace", *words)
 
 
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    """The exit code, and the answer that a program reads."""
+    code, out, err = shown(capsys, *words, "--json")
+    assert out, err
+    return code, json.loads(out)
+
+
 def test_the_command_answers_with_a_sentence_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json")))
     assert code == 0
@@ -308,8 +314,7 @@ def test_the_command_answers_with_a_sentence_and_a_table(tmp_path: Path, capsys:
     assert "by range" not in out
     assert "products" in out
     assert "1.0 ms a step over 2 steps, by kineto" in out
-    code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json", data=True)), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(chrome(tmp_path / "t.json", data=True)))
     assert (code, found["wall"], found["num_steps"], found["ranges"]) == (0, "data wait", 2, None)
     assert found["data_wait"] == pytest.approx(0.38, abs=0.01)
 
@@ -383,8 +388,7 @@ def test_a_real_trace_of_a_slow_loader_waits_for_data(tmp_path: Path, capsys: py
             (batch @ batch).sum()
             profiler.step()
     profiler.export_chrome_trace(str(tmp_path / "t.json"))
-    code, out, _ = shown(capsys, "--file", str(tmp_path / "t.json"), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(tmp_path / "t.json"))
     assert (code, found["wall"]) == (0, "data wait")
     assert found["data_wait"] > 0.5
 
@@ -403,8 +407,7 @@ def test_a_trace_of_padded_batches_names_the_attention_that_prepares_for_each_le
 def test_a_trace_of_a_command_tells_one_kernel_for_all_experts_from_one_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     idle = {}
     for name, grouped in (("cublas", 0), ("cutlass", 16)):
-        code, out, _ = shown(capsys, "--file", str(repo_root() / "bench/traces" / f"bare-megatron-{name}.json.gz"), "--json")
-        found = json.loads(out)
+        code, found = answer(capsys, "--file", str(repo_root() / "bench/traces" / f"bare-megatron-{name}.json.gz"))
         assert code == 0
         assert sum(row["count"] for row in found["classes"] if row["name"] == "grouped products") == grouped
         idle[name] = found["idle"]
