@@ -58,25 +58,32 @@ time.sleep(0.3)
     assert outside == pytest.approx(ended.wall_s, abs=1e-6)
 
 
-@pytest.mark.parametrize("lie", ["halved", "between", "before", "at the end"])
-@pytest.mark.sample("halved")
-def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie):
-    alone = lie in ("before", "at the end")  # no line arrives when its step ends, or as much time lies outside of all lines
+@pytest.mark.parametrize(
+    ("lie", "second"),
+    [
+        ("halved", "by the arrival of its lines"),
+        ("between", "by the arrival of its lines"),
+        ("before", "as whole launches"),  # as much time lies outside of all lines
+        ("at the end", "as whole launches"),  # no line arrives when its step ends
+    ],
+)
+@pytest.mark.sample("halved-by the arrival of its lines")
+def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie, second):
     words = [*COMMAND, "--takes", "0.04"]
     code, verdict, sentence = ab("--", *words, "--vs", *words, "--lie", lie)
     assert (code, verdict) == (3, "undecided"), sentence
-    second = "as whole launches" if alone else "by the arrival of its lines"
     assert second in sentence, "the second verdict, with its interval, stands beside that of the log"
 
 
-@pytest.mark.parametrize("lie", ["milliseconds", "thousandth", "rounded"])
-def test_seconds_that_cannot_be_are_an_error(ab, lie):
-    said = {
-        "milliseconds": "and the whole launch took",
-        "thousandth": "a thousand times as much",
-        "rounded": "rounds seconds to 0.01 s",
-    }[lie]
-    takes = {"milliseconds": "0.013", "thousandth": "0.005", "rounded": "0.013"}[lie]
+@pytest.mark.parametrize(
+    ("lie", "takes", "said"),
+    [
+        ("milliseconds", "0.013", "and the whole launch took"),
+        ("thousandth", "0.005", "a thousand times as much"),
+        ("rounded", "0.013", "rounds seconds to 0.01 s"),
+    ],
+)
+def test_seconds_that_cannot_be_are_an_error(ab, lie, takes, said):
     code, verdict, sentence = ab("--", *COMMAND, "--takes", "0.0055", "--lie", lie, "--vs", *COMMAND, "--takes", takes, "--lie", lie)
     assert (code, verdict) == (5, "error"), sentence
     assert said in sentence

@@ -36,6 +36,7 @@ activation:
   candidate: {require: [{log: the fast path is on}]}
 budget: {pairs: [2], launch_timeout_s: 100}
 """
+PROOF = CASE[CASE.index("activation:") : CASE.index("budget:")]
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_a_strangers_process_that_ends_while_its_files_are_looked_at_stops_no_la
 
     for name in ("stat", "read_bytes"):
         monkeypatch.setattr(Path, name, ending(getattr(Path, name)))
-    assert [proof.outcome for proof in aa.prove([str(case())], profile="cpu")] == ["ok", "ok"]
+    assert [proof.outcome for proof in aa.prove([case()], profile="cpu")] == ["ok", "ok"]
 
 
 def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_live_on(tmp_path, monkeypatch):
@@ -334,13 +335,12 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
         "import os, json\nprint('threads', os.environ.get('OMP_NUM_THREADS'), os.environ['LAUNCH'])\n"
         "for i in range(10): print(json.dumps({'step': i, 'seconds': (1 + i % 3 / 100) / 1e4, 'loss': 1.0, 'tokens': 1}))\n"
     )
-    text = CASE.replace(
-        'SCRIPT, --launch, "{run}", --slower, "{slower}", --steps, "{steps}"', f'{script}, "{{slower}}", "{{steps}}"'
-    ).replace("count: 20, ", "")
-    text = text[: text.index("activation:")] + "activation: {every: {require: [{log: threads None x}]}}\nbudget: {pairs: [2]}\n"
-    path = tmp_path / "foreign.yaml"
-    path.write_text(text.replace("PYTHON", sys.executable))
-    assert all(proof.ok for proof in aa.prove([str(path)]))
+    path = case(
+        ('SCRIPT, --launch, "{run}", --slower, "{slower}", --steps, "{steps}"', f'{script}, "{{slower}}", "{{steps}}"'),
+        ("count: 20, ", ""),
+        (PROOF, "activation: {every: {require: [{log: threads None x}]}}\n"),
+    )
+    assert all(proof.ok for proof in aa.prove([path]))
     assert "OMP_NUM_THREADS" not in os.environ
 
 
@@ -356,12 +356,11 @@ def test_a_rule_that_both_variants_meet_proves_nothing(case, tmp_path, capsys):
     assert replay.replay(found.path) == (True, [])
 
 
-def test_a_case_for_the_gate_is_checked_by_its_baseline_alone_and_runs_as_no_pair(case, tmp_path, capsys):
-    path = case()
-    text = Path(path).read_text(encoding="utf-8")
-    alone = "\n".join(line for line in text.splitlines() if not line.startswith("candidate:"))
-    alone = alone[: alone.index("activation:")] + "activation: {baseline: {forbid: [{log: the fast path is on}]}}\nbudget: {pairs: [2]}\n"
-    Path(path).write_text(alone, encoding="utf-8")
+def test_a_case_for_the_gate_is_checked_by_its_baseline_alone_and_runs_as_no_pair(case, capsys):
+    path = case(
+        ("candidate: {slower: 0, arguments: [--fast]}\n", ""),
+        (PROOF, "activation: {baseline: {forbid: [{log: the fast path is on}]}}\n"),
+    )
     code, shown, _ = run(capsys, "bench", "check", path)
     assert code == 0
     assert [line.split("  ")[1] for line in shown.splitlines() if line.endswith("proven")] == ["baseline"]

@@ -60,17 +60,16 @@ def repo(tmp_path, monkeypatch):
     return commit
 
 
-def run(**more):
-    limits = more.pop("limits", None) or gate.Limits()
-    return gate.run("bench/step-time.yaml", more.pop("baseline", "HEAD~1"), Options(profile="cpu", seed=1, **more), limits)
+def run(baseline="HEAD~1", **more):
+    return gate.run("bench/step-time.yaml", baseline, Options(profile="cpu", seed=1, **more), gate.Limits())
 
 
 def test_a_slower_commit_fails_and_the_history_holds_the_effect(repo):
     repo(slower=0.2)
     found = run()
     assert found.status == "regression", found.sentence
-    report.add_to_history(Path("gates.parquet"), found, "abc")
-    report.add_to_history(Path("gates.parquet"), found, "def")
+    for commit in ("abc", "def"):
+        report.add_to_history(Path("gates.parquet"), found, commit)
     rows = pd.read_parquet("gates.parquet")
     assert rows["commit"].tolist() == ["abc", "def"]
     assert rows["status"].tolist() == ["regression", "regression"]
@@ -79,11 +78,16 @@ def test_a_slower_commit_fails_and_the_history_holds_the_effect(repo):
     assert (rows["candidate_value"] > 1.1 * rows["baseline_value"]).all()
 
 
+def edited(repo, old, new):
+    case = repo.root / "bench" / "step-time.yaml"
+    case.write_text(case.read_text().replace(old, new))
+
+
 @pytest.mark.full
 def test_a_file_of_steps_is_looked_for_where_the_commit_runs(repo):
     """Not in the user's own folder, whose file would make any commit equal to any other."""
-    case = repo.root / "bench" / "step-time.yaml"
-    case.write_text(case.read_text().replace('"50"]', '"50", --out, log.jsonl]').replace("count: 50", "count: 50, file: log.jsonl"))
+    edited(repo, '"50"]', '"50", --out, log.jsonl]')
+    edited(repo, "count: 50", "count: 50, file: log.jsonl")
     repo("steps go into a file")
     repo(slower=0.2)
     own = "".join(json.dumps({"step": i, "seconds": 0.1, "loss": 4.0 / (1 + i), "tokens": 1024}) + "\n" for i in range(1, 51))
@@ -99,11 +103,6 @@ def test_steps_that_are_slow_in_part_are_a_regression(repo, fault):
     repo(fault=fault)
     found = run()
     assert found.status == "regression", found.sentence
-
-
-def edited(repo, old, new):
-    case = repo.root / "bench" / "step-time.yaml"
-    case.write_text(case.read_text().replace(old, new))
 
 
 @pytest.mark.full
@@ -182,22 +181,16 @@ def test_uncommitted_changes_are_judged_and_new_files_are_not(repo):
 
 @pytest.mark.full
 def test_files_are_prepared_once_for_each_state(repo):
-    case = repo.root / "bench" / "step-time.yaml"
-    case.write_text(
-        case.read_text() + f"prepare: [{sys.executable}, -c, \"import os; open('built', 'a').write('x'); print(os.getcwd())\"]\n"
-    )
+    edited(repo, "metric:", f"prepare: [{sys.executable}, -c, \"import os; open('built', 'a').write('x'); print(os.getcwd())\"]\nmetric:")
     repo()
-    assert run(pairs=2).status == "undecided"
-    built = [p.read_text() for p in repo.root.glob(".playbook/results/cache/trees/*/tree/built")]
-    assert built == ["x", "x"]
-    assert run(pairs=2).status == "undecided"
-    assert [p.read_text() for p in repo.root.glob(".playbook/results/cache/trees/*/tree/built")] == ["x", "x"]
+    for _ in range(2):
+        assert run(pairs=2).status == "undecided"
+        assert [p.read_text() for p in repo.root.glob(".playbook/results/cache/trees/*/tree/built")] == ["x", "x"]
 
 
 @pytest.mark.full
 def test_a_build_that_fails_is_an_error(repo):
-    case = repo.root / "bench" / "step-time.yaml"
-    case.write_text(case.read_text() + f"prepare: [{sys.executable}, -c, \"raise SystemExit('no compiler')\"]\n")
+    edited(repo, "metric:", f"prepare: [{sys.executable}, -c, \"raise SystemExit('no compiler')\"]\nmetric:")
     found = run(baseline="HEAD")
     assert (found.status, found.exit_code) == ("error", 5)
     assert "no compiler" in found.sentence
@@ -214,9 +207,8 @@ def test_bisect_has_the_limit_of_the_gate(repo, capsys):
 def test_the_command_line_writes_junit_and_markdown_and_a_row_of_the_history_for_each_gate(repo, capsys):
     words = ["gate", "--baseline", "HEAD~1", "--case", "bench/step-time.yaml", "--history", "gates.parquet"]
     words += ["--junit", "gate.xml", "--markdown", "gate.md"]
-    faults = ["ends early", "nan loss"]
     commits = []
-    for fault in faults:
+    for fault in ("ends early", "nan loss"):
         commits.append(repo(fault=fault))
         assert in_process.run(capsys, *words)[0] == 5
     suite = ET.parse("gate.xml").getroot()

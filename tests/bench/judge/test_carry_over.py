@@ -37,9 +37,9 @@ def test_no_a_a_is_needed_since_version_3():
     assert found == verdict.derive(measured(runs, series([], s_aa=0.5)[1])), "and none that is there counts"
 
 
-def carrying(share, pairs=8, effect=0.0):
+def carrying(share, effect=0.0):
     """A series in which a launch after one of the candidate takes a `share` more time."""
-    runs = [*series([effect + x for x in (NOISE * pairs)[:pairs]])[0], make_run("candidate", None, -1, role="burn_in")]
+    runs = [*series([effect + x for x in NOISE * 2])[0], make_run("candidate", None, -1, role="burn_in")]
     before = {r.position: r.variant for r in runs}
     return [
         r.model_copy(

@@ -47,13 +47,6 @@ def record(case, gains, expect, blocks=4, s_aa=0.002, outcomes=None, looks=(4, 8
     claim = ClaimRef(
         id="X1", card="c", card_sha="", statement="s", kind=case.kind, metric=case.metric, expect=expect, comparison=Comparison()
     )
-    configs = {}
-    for v, delta in case.variants.items():
-        nested: dict = {}
-        for key, value in delta.items():
-            section, name = key.split(".")
-            nested.setdefault(section, {})[name] = value
-        configs[v] = nested
     return Measured(
         claim=claim,
         case=CaseRef(id=case.id, sha="", content=case),
@@ -61,7 +54,7 @@ def record(case, gains, expect, blocks=4, s_aa=0.002, outcomes=None, looks=(4, 8
         profile="cpu",
         plan=Plan(rules=VERSION, seed=0, looks=list(looks)),
         strict={"s": {"env": {"A": "1"}}},
-        configs=configs,
+        configs=case.variants,
         runs=runs,
         aa=series([0.0], s_aa=s_aa)[1],
     )

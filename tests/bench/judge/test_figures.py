@@ -65,10 +65,6 @@ def test_the_record_of_an_exact_pair() -> None:
     assert [g.ok for g in found.gates if g.name == "repeatable"] == [True]
     assert found.verdict.sentence.startswith("+3.000 count; claimed ")
     assert "None" not in found.verdict.sentence
-    share = [make_run(outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1)]
-    assert verdict.derive(measured(share, metric="fits", margin=100.0, unit="points")).verdict.sentence.startswith(
-        "+100.0 points; claimed "
-    )
 
 
 def test_a_sweeps_intervals_share_the_error_rate() -> None:
@@ -182,7 +178,6 @@ def test_records_of_every_version_are_judged() -> None:
 def test_one_pair_is_never_enough_for_an_interval_even_at_a_look() -> None:
     found = judge(around(0.2, 1), looks=(1, 4)).verdict
     assert (found.reason, "stopped after 1 pairs, a verdict needs 4" in found.sentence) == ("budget", True)
-    assert "stopped after 13 pairs, a verdict needs 12" in judge(around(0.2, 13)).verdict.sentence
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 from test_verdict import STEPS, make_case, make_run
 
-from playbook.records.case import Activation, Delta, Guardrails, Loss, Receipt, Rule, Traced
+from playbook.records.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule, Traced
 from playbook.records.evidence import Baseline, CollectiveCount, Condition, Observed, Run, Sample
 from playbook_bench import metrics
 from playbook_bench.judge import guards, receipt, statistics
@@ -186,18 +186,26 @@ def test_all_launches_of_a_series_are_made_in_one_way(ways: list[str | None], ex
     assert said(guards.environment(make_case(), strict, [make_run()])) == expected
 
 
+COMMAND = make_case().model_copy(update={"command": ["train"], "baseline": {}, "candidate": {}})
+"""A case of a command: what its log does not tell is not compared, and is said. Our trainer tells all of it."""
+
+
 @pytest.mark.parametrize(
-    ("delta", "shas", "expected"),
+    ("case", "shas", "expected"),
     [
-        (Delta(), ("d", "d"), (True, "")),
-        (Delta(), ("d", "e"), (False, "data hashes d, e")),
-        (Delta(), ("e", "d"), (False, "data hashes d, e")),
-        (Delta(), (None, None), (False, "data hashes None")),
-        (Delta(data=True, **FOR_A_REASON), ("d", "e"), (True, "declared different: as planted")),
+        (make_case(), ("d", "d"), (True, "")),
+        (make_case(), ("d", "e"), (False, "data hashes d, e")),
+        (make_case(), ("e", "d"), (False, "data hashes d, e")),
+        (make_case(), (None, None), (False, "data hashes None")),
+        (make_case(delta=Delta(data=True, **FOR_A_REASON)), ("d", "e"), (True, "declared different: as planted")),
+        (COMMAND, (None, None), (True, "not compared: a command's log does not tell it")),
+        (COMMAND, ("d", "d"), (True, "")),
+        (COMMAND, ("d", "e"), (False, "data hashes d, e")),
+        (COMMAND, ("d", None), (False, "data hashes None, d")),
     ],
 )
-def test_variants_read_the_same_data(delta: Delta, shas: tuple, expected: tuple[bool, str]) -> None:
-    assert said(guards.data(make_case(delta=delta), pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))) == expected
+def test_variants_read_the_same_data(case: Case, shas: tuple, expected: tuple[bool, str]) -> None:
+    assert said(guards.data(case, pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))) == expected
 
 
 DIFFERENT = (False, "parameter counts differ between runs")
@@ -372,33 +380,17 @@ def test_a_run_without_usable_figures_says_which(metric: str, fields: dict, says
     assert guards.complete(make_run(**fields), metrics.get(metric)) == says
 
 
-COMMAND = make_case().model_copy(update={"command": ["train"], "baseline": {}, "candidate": {}})
-"""A case of a command: what its log does not tell is not compared, and is said."""
-
-
 @pytest.mark.parametrize(
-    ("shas", "ok", "says"),
+    ("case", "tokens", "expected"),
     [
-        ((None, None), True, "not compared"),
-        (("d", "d"), True, ""),
-        (("d", "e"), False, "data hashes d, e"),
-        (("d", None), False, "data hashes"),
+        (COMMAND, (0, 0), (True, "not compared: the log tells no tokens")),
+        (COMMAND, (100, 100), (True, "")),
+        (COMMAND, (100, 80), (False, IN_STEPS)),
+        (make_case(), (0, 0), (True, "")),
     ],
 )
-def test_the_data_of_a_command_are_compared_where_its_log_tells_them(shas: tuple, ok: bool, says: str) -> None:
-    gate = guards.data(COMMAND, pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))
-    assert (gate.ok, gate.detail.startswith(says)) == (ok, True)
-    if shas == (None, None):
-        assert not guards.data(make_case(), pair({"data_sha": None}, {"data_sha": None})).ok, "our trainer always tells it"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ok", "says"), [((0, 0), True, "not compared"), ((100, 100), True, ""), ((100, 90), False, "useful tokens")]
-)
-def test_the_work_of_a_command_is_compared_where_its_log_tells_it(tokens: tuple[int, int], ok: bool, says: str) -> None:
-    gate = guards.work(COMMAND, SECONDS, pair({"tokens": tokens[0]}, {"tokens": tokens[1]}))
-    assert (gate.ok, gate.detail.startswith(says)) == (ok, True)
-    assert guards.work(make_case(), SECONDS, pair({"tokens": 0}, {"tokens": 0})).detail == ""
+def test_the_work_of_a_command_is_compared_where_its_log_tells_it(case: Case, tokens: tuple[int, int], expected: tuple[bool, str]) -> None:
+    assert said(guards.work(case, SECONDS, pair({"tokens": tokens[0]}, {"tokens": tokens[1]}))) == expected
 
 
 def test_the_losses_of_a_command_are_compared_where_its_log_tells_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 
@@ -15,11 +16,17 @@ from playbook_bench.judge import receipt
 CASE = "moe-dispatcher-allgather-vs-alltoall"
 
 
-@pytest.fixture(scope="module")
-def record():
+@cache
+def measured():
     """What was measured of a pair whose test is as it was."""
     found = [r.data["measured"] for r in read([data_root("results")]) if r.schema == EVIDENCE and r.get("measured", "case", "id") == CASE]
-    return next(measured for measured in found if not changes_of(measured))
+    return next(each for each in found if not changes_of(each))
+
+
+@pytest.fixture
+def record():
+    """That record, to be changed."""
+    return copy.deepcopy(measured())
 
 
 def changes_of(measured):
@@ -90,10 +97,9 @@ def test_launches_that_were_not_counted_prove_nothing(record, monkeypatch):
     proof = load_case(CASE).activation
     strict = proof.baseline.model_copy(update={"require": [Rule(counter="of_tomorrow")]})
     today(monkeypatch, activation=proof.model_copy(update={"baseline": strict}))
-    other = copy.deepcopy(record)
-    for run in other["runs"]:
+    for run in record["runs"]:
         run["role"] = "burn_in"
-    assert changes_of(other) == []
+    assert changes_of(record) == []
 
 
 def test_many_edits_are_counted(record, monkeypatch):
@@ -106,35 +112,31 @@ def test_many_edits_are_counted(record, monkeypatch):
 
 
 def test_a_warm_up_that_the_harness_lengthened_is_no_edit(record):
-    longer = copy.deepcopy(record)
-    longer["plan"]["extended"] = True
-    for train in (config["train"] for config in longer["configs"].values()):
+    record["plan"]["extended"] = True
+    for train in (config["train"] for config in record["configs"].values()):
         train["steps"], train["warmup_steps"] = 2 * train["steps"] - train["warmup_steps"], train["steps"]
-    assert changes_of(longer) == []
-    longer["configs"][next(iter(longer["configs"]))]["train"]["steps"] += 1
-    assert changes_of(longer) != []
+    assert changes_of(record) == []
+    record["configs"][next(iter(record["configs"]))]["train"]["steps"] += 1
+    assert changes_of(record) != []
 
 
 def test_a_part_of_the_model_that_came_or_went_is_an_edit(record):
-    other = copy.deepcopy(record)
-    for config in other["configs"].values():
+    for config in record["configs"].values():
         assert config["model"]["vision"] is None
         config["model"]["vision"] = {"depth": 27}
-    assert changes_of(other) == ["model.vision {'depth': 27} -> None"]
+    assert changes_of(record) == ["model.vision {'depth': 27} -> None"]
 
 
 def test_ranks_are_compared(record):
-    other = copy.deepcopy(record)
-    for run in other["runs"]:
+    for run in record["runs"]:
         run["ranks"] += 1
-    assert any(text.startswith("ranks ") for text in changes_of(other))
+    assert any(text.startswith("ranks ") for text in changes_of(record))
 
 
 def test_values_of_a_record_stay_a_few_words_on_one_line(record):
-    other = copy.deepcopy(record)
-    for config in other["configs"].values():
+    for config in record["configs"].values():
         config["data"]["seq_len"] = "# a heading\n" * 50
-    (said,) = changes_of(other)
+    (said,) = changes_of(record)
     assert "\n" not in said
     assert len(said) < 120
 

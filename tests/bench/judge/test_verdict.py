@@ -189,7 +189,7 @@ def test_undecided_says_what_would_settle_it():
     assert str(found.comparison.pairs_needed) in found.verdict.sentence
 
 
-@pytest.mark.parametrize(("pairs", "wanted"), [(1, 4), (3, 4), (5, 8), (7, 8), (9, 12), (11, 12)])
+@pytest.mark.parametrize(("pairs", "wanted"), [(1, 4), (3, 4), (5, 8), (7, 8), (9, 12), (11, 12), (13, 12)])
 def test_between_looks_there_is_no_verdict_and_the_next_one_is_named(pairs, wanted):
     found = judge(around(0.5, pairs))
     assert f"stopped after {pairs} pairs, a verdict needs {wanted};" in found.verdict.sentence
@@ -354,26 +354,23 @@ def test_failed_runs(outcome, status, reason):
     assert "why" in found.sentence
 
 
-def test_out_of_memory_is_data_when_the_claim_is_about_fitting():
-    runs = [make_run("baseline", outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1)]
-    found = verdict.derive(measured(runs, metric="fits", margin=100.0, unit="points"))
-    assert (found.verdict.status, found.verdict.reason) == ("confirmed", "exact")
+OTHER_PATH = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=1)])
 
 
-def test_what_fits_counts_only_where_the_tested_path_ran():
-    other = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
-    runs = [make_run("baseline", outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1, observed=other)]
-    found = verdict.derive(measured(runs, metric="fits", margin=100.0, unit="points"))
-    assert (found.verdict.status, found.verdict.reason) == ("error", "not_activated")
+@pytest.mark.parametrize(("ran", "decided"), [({}, ("confirmed", "exact")), ({"observed": OTHER_PATH}, ("error", "not_activated"))])
+def test_out_of_memory_is_data_when_the_claim_is_about_fitting_and_the_tested_path_ran(ran, decided):
+    runs = [make_run("baseline", outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1, **ran)]
+    found = verdict.derive(measured(runs, metric="fits", margin=100.0, unit="points")).verdict
+    assert (found.status, found.reason) == decided
+    assert found.sentence.startswith("+100.0 points; claimed ") is (decided[0] == "confirmed")
 
 
-def test_a_path_that_did_not_run_is_an_error():
+@pytest.mark.parametrize(("observed", "said"), [(OTHER_PATH, "found 1"), (None, "found not reported")])
+def test_a_path_that_did_not_run_or_of_which_a_run_says_nothing_is_an_error(observed, said):
     runs, aa = series(around(-0.5))
-    runs[3] = runs[3].model_copy(
-        update={"observed": Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=1)])}
-    )
-    found = verdict.derive(measured(runs, aa, op="<=", margin=0.0))
-    assert (found.verdict.status, found.verdict.reason) == ("error", "not_activated")
+    runs[3] = runs[3].model_copy(update={"observed": observed})
+    found = verdict.derive(measured(runs, aa, op="<=", margin=0.0)).verdict
+    assert (found.status, found.reason, said in found.sentence) == ("error", "not_activated", True), found.sentence
 
 
 def test_a_deterministic_metric_that_does_not_repeat_settles_nothing():

@@ -35,14 +35,6 @@ def test_a_ratio_to_or_from_nothing_has_a_verdict_and_no_figure(before: float, a
     assert "without bound as a ratio" in found.verdict.sentence
 
 
-def test_a_path_of_which_a_run_says_nothing_is_said_to_be_so() -> None:
-    runs, aa = series(around(0.2))
-    silent = [r.model_copy(update={"observed": None}) if r.variant == "candidate" else r for r in runs]
-    found = verdict.derive(measured(silent, aa)).verdict
-    assert (found.status, found.reason) == ("error", "not_activated")
-    assert "found not reported" in found.sentence
-
-
 @pytest.mark.parametrize(("baseline", "candidate"), [(1.0, math.inf), (math.nan, 1.0), (math.inf, math.inf)])
 def test_what_is_not_finite_is_not_compared(baseline: float, candidate: float) -> None:
     with pytest.raises(ValueError, match="step_seconds is not finite"):

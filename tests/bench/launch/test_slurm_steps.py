@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from guide_blocks import script
 
 from playbook.errors import ConfigError, LaunchError, StoreError
 from playbook.paths import repo_root
@@ -45,39 +46,33 @@ def test_more_ranks_than_the_allocation_holds_are_refused():
         SrunLauncher(TWO, 8).step(24, Path("/run"), ["rank"])
 
 
-def test_ranks_get_their_variables_however_the_job_was_submitted():
+def test_ranks_get_their_variables_however_the_job_was_submitted_and_a_folder_with_a_percent_sign_is_no_pattern_of_srun():
     """srun takes what `sbatch --export=NONE` left in the job's environment for its own option, and each rank would be a run of one."""
-    assert option(SrunLauncher(TWO).step(2, Path("/run"), ["rank"]), "export") == "ALL"
-
-
-def test_a_folder_with_a_percent_sign_is_no_pattern_of_srun():
-    assert option(SrunLauncher(TWO).step(2, Path("/runs/50%n"), ["rank"]), "output") == "/runs/50%%n/rank%t.log"
+    words = SrunLauncher(TWO).step(2, Path("/runs/50%n"), ["rank"])
+    assert (option(words, "export"), option(words, "output")) == ("ALL", "/runs/50%%n/rank%t.log")
 
 
 def test_ranks_that_slurm_could_not_start_did_not_end_well(tmp_path, monkeypatch):
     """Slurm's own words, and its exit code: 0 where the logs of the tasks cannot be opened."""
-    (tmp_path / "srun").write_text("#!/bin/sh\necho 'srun: error: task 0 launch failed: Slurmd could not connect IO'\n", encoding="utf-8")
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    spec = planted(tmp_path, monkeypatch, "echo 'srun: error: task 0 launch failed: Slurmd could not connect IO'")
     with pytest.raises(LaunchError, match="task 0 launch failed: Slurmd could not connect IO"):
-        SrunLauncher(TWO).run(Spec(config, 2, tmp_path / "run"))
+        SrunLauncher(TWO).run(spec)
 
 
 def test_the_ranks_of_a_node_that_went_away_are_named(tmp_path, monkeypatch):
-    planted_slurm(tmp_path, monkeypatch, "touch $F/rank0.log; exit 1", "n1 allocated\nn2 down*")
-    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
-    found = SrunLauncher(TWO, 8).run(Spec(config, 12, tmp_path / "run"))
+    spec = planted(tmp_path, monkeypatch, "touch $F/rank0.log; exit 1", "n1 allocated\nn2 down*", ranks=12)
+    found = SrunLauncher(TWO, 8).run(spec)
     assert found.message.startswith("node n2 with rank 8 to 11 went away")
 
 
-def planted_slurm(folder, monkeypatch, srun, sinfo="n1 allocated\nn2 allocated"):
-    """Slurm's commands as scripts: what a step does, and what is said of the nodes. `$F` is the run's folder."""
+def planted(folder, monkeypatch, srun, sinfo="n1 allocated\nn2 allocated", ranks=2, **limits):
+    """A run, and Slurm's commands as scripts: what a step does, and what is said of the nodes. `$F` is the run's folder."""
     texts = {"srun": f"F={folder / 'run'}\n{srun}", "sinfo": f"cat <<'END'\n{sinfo}\nEND", "squeue": "echo RUNNING", "scancel": "exit 0"}
     for name, text in texts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        (folder / name).chmod(0o755)
+        script(folder / name, text)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
+    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    return Spec(config, ranks, folder / "run", **limits)
 
 
 HUNG = 'touch $F/rank0.log $F/rank1.log; echo "code 6" > $F/rank0.log; echo 6 > $F/rank0.exit; exit 6'
@@ -105,10 +100,8 @@ LATE = 'touch $F/rank0.log $F/rank1.log; echo 0 > $F/rank0.exit; echo "srun: Fir
     ],
 )  # fmt: skip
 def test_a_node_or_a_rank_that_went_away_is_no_hang(srun, sinfo, outcome, first, tmp_path, monkeypatch):
-    planted_slurm(tmp_path, monkeypatch, srun, sinfo)
-    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
-    stall_s = 1.0 if "sleep" in srun else 600.0
-    found = SrunLauncher(TWO, grace_s=1.0).run(Spec(config, 2, tmp_path / "run", timeout_s=1000, stall_s=stall_s))
+    spec = planted(tmp_path, monkeypatch, srun, sinfo, timeout_s=1000, stall_s=1.0 if "sleep" in srun else 600.0)
+    found = SrunLauncher(TWO, grace_s=1.0).run(spec)
     assert (found.outcome, found.message.splitlines()[0][: len(first)]) == (outcome, first)
 
 
@@ -151,11 +144,11 @@ def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(mo
     assert requirements.restrict(both, "cpu").nodes == 2
 
 
-def a_run(number, variant, pair, role="measure"):
+def a_run(number, variant, pair):
     return Run(
         run_id=f"{number}",
         variant=variant,
-        role=role,
+        role="measure",
         pair=pair,
         position=number,
         outcome="ok",
@@ -352,9 +345,7 @@ def test_of_two_steps_of_a_job_that_was_queued_again_one_takes_the_folder(tmp_pa
 @pytest.mark.full
 def test_of_steps_that_come_at_once_one_takes_the_folder_and_the_others_name_it(tmp_path):
     """Each round queues the job again: the round before holds the lock on nodes that are gone."""
-    script = tmp_path / "steps.py"
-    script.write_text(AT_ONCE, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run([sys.executable, "-c", AT_ONCE, str(tmp_path)], capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rounds) == 40

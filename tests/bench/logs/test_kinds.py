@@ -439,8 +439,7 @@ def test_torchtitans_lines_of_2024_have_their_own_time_or_their_stamps() -> None
     ):
         text = ""
         for i, (at, s, x) in enumerate(zip(logs.moments(), logs.SECONDS, logs.LOSSES, strict=True), 1):
-            stamp = f"{at:06.3f}".replace(".", ",")
-            text += f"[rank0]:2024-04-24 10:00:{stamp} - root - INFO - step: {i:2}  loss: {x:7.4f}  {rest.format(s=s)}\n"
+            text += f"[rank0]:2024-04-24 10:00:{logs.stamp(at)} - root - INFO - step: {i:2}  loss: {x:7.4f}  {rest.format(s=s)}\n"
         log = read(text, steps=8)
         assert (log.adapter, log.clock) == ("torchtitan", clock)
         assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[clock != "logged" :], abs=1e-6)

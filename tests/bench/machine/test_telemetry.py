@@ -7,8 +7,10 @@ import time
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from guide_blocks import script
 
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
@@ -16,8 +18,7 @@ from playbook_bench.run.series import threads_per_rank
 from playbook_bench.variants.resolve import Resolved
 from playbook_trainer.config import tree as trainer_config
 
-TOOL = """#!/bin/sh
-echo "$@" > {said}
+TOOL = """echo "$@" > {said}
 while true; do echo "$(date '+%Y/%m/%d %H:%M:%S.000'), 1980, 431.58, 47, 0x0000000000000000"; sleep 0.1; done
 """
 FOUR = detect.machine_of([["NVIDIA H200", "143771", "580.1", "700"]] * 4, "", "a processor", 64)
@@ -27,9 +28,7 @@ FOUR = detect.machine_of([["NVIDIA H200", "143771", "580.1", "700"]] * 4, "", "a
 def test_only_the_gpus_of_the_profile_are_read(
     visible: str | None, profile: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(TOOL.format(said=tmp_path / "said"))
-    tool.chmod(0o755)
+    script(tmp_path / "nvidia-smi", TOOL.format(said=tmp_path / "said"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -112,41 +111,34 @@ def test_a_system_that_does_not_count_like_linux_says_nothing(text: str, tmp_pat
     assert ticks(tmp_path / "absent") is None
 
 
-class Driver:
-    """As pynvml, of a machine with two GPUs."""
+class NVMLError(Exception):
+    """As the driver raises it."""
 
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = 0
 
-    def __init__(self, works: bool = True) -> None:
-        self.works = works
+SAID = {
+    "nvmlDeviceGetCount": 2,
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=143771 << 20),
+    "nvmlDeviceGetName": "NVIDIA H200",
+    "nvmlSystemGetDriverVersion": "580.1",
+    "nvmlDeviceGetPowerManagementLimit": 700_000,
+    "nvmlDeviceGetClockInfo": 1980,
+    "nvmlDeviceGetPowerUsage": 431_580,
+    "nvmlDeviceGetTemperature": 47,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 4,
+}
+"""Of a machine with two GPUs."""
 
-    def nvmlInit(self) -> None:
-        if not self.works:
-            raise self.NVMLError("driver not loaded")
 
-    def __getattr__(self, name: str) -> object:
-        said = {
-            "nvmlDeviceGetCount": 2,
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=143771 << 20),
-            "nvmlDeviceGetName": "NVIDIA H200",
-            "nvmlSystemGetDriverVersion": "580.1",
-            "nvmlDeviceGetPowerManagementLimit": 700_000,
-            "nvmlDeviceGetClockInfo": 1980,
-            "nvmlDeviceGetPowerUsage": 431_580,
-            "nvmlDeviceGetTemperature": 47,
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 4,
-        }
-        calls = {
-            "nvmlDeviceGetHandleByIndex": lambda i: i,
-            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
-            "nvmlShutdown": lambda: None,
-        }
-        return calls.get(name) or (lambda *_: said[name])
+def driver(**more: object) -> SimpleNamespace:
+    """As pynvml."""
+    calls = {name: Mock(return_value=value) for name, value in SAID.items()}
+    by_number = {"nvmlDeviceGetHandleByIndex": int, "nvmlDeviceGetUUID": "GPU-{}".format}
+    begin_and_end = {"nvmlInit": Mock(), "nvmlShutdown": Mock(), "NVMLError": NVMLError}
+    return SimpleNamespace(NVML_CLOCK_SM=0, NVML_TEMPERATURE_GPU=0, **calls, **by_number, **begin_and_end | more)
 
 
 def test_what_the_driver_says_is_what_nvidia_smi_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    monkeypatch.setitem(sys.modules, "pynvml", driver())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert detect.gpus() == [["NVIDIA H200", "143771", "580.1", "700.00", f"GPU-{i}"] for i in range(2)]
@@ -159,6 +151,6 @@ def test_what_the_driver_says_is_what_nvidia_smi_would(tmp_path: Path, monkeypat
 
 
 def test_nvidia_smi_is_asked_where_the_driver_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for driver in (None, Driver(works=False)):
-        monkeypatch.setitem(sys.modules, "pynvml", driver)
+    for module in (None, driver(nvmlInit=Mock(side_effect=NVMLError("driver not loaded")))):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
         assert detect.gpus() is None

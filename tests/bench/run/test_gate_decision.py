@@ -7,6 +7,7 @@ import json
 import math
 import re
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -19,6 +20,7 @@ from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
 from playbook_bench.run import gate
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.variants import checkout
 
 RIPPLE = [0.002, -0.001, 0.001, -0.002, 0.0015, -0.0015]
@@ -262,10 +264,9 @@ def test_steps_that_slow_down_are_a_regression_whatever_is_saved_beside_them(jud
 
 
 def test_sources_and_revision_may_differ_between_commits(judged):
-    found, _ = judged(candidate={"source": "t"})
-    assert (found.status, found.revision) == ("pass", "")
-    found, _ = judged(candidate={"source": "t", "factor": 0.9, "revisions": {"torch.experts": 2}})
-    assert (found.status, found.revision) == ("pass", "")
+    for planted in ({}, {"factor": 0.9, "revisions": {"torch.experts": 2}}):
+        found, _ = judged(candidate={"source": "t", **planted})
+        assert (found.status, found.revision) == ("pass", "")
 
 
 @pytest.mark.parametrize(
@@ -354,31 +355,18 @@ def test_an_anchor_that_is_the_baseline_is_not_run_twice(judged, anchor):
     assert (found.anchor, "anchor" in launched) == (None, False)
 
 
-class Noted:
-    def __init__(self):
-        self.notes, self.began = [], []
-
-    def series(self, label, launches):
-        self.began.append((label, launches))
-
-    def launch(self, *words): ...
-
-    def step(self, *words): ...
-
-    def note(self, text):
-        self.notes.append(text)
-
-
 def test_what_the_trees_resolve_differently_is_said_first(judged):
-    noted = Noted()
+    noted, exact = create_autospec(Progress), create_autospec(Progress)
     found, _ = judged(resolved={"new": {"seed": 7, "train.brand_new": 1}}, noted=noted)
     assert found.differences == ["seed: 1234 -> 7", "train.brand_new: no such key -> 1"]
-    assert noted.notes[0] == "the commits resolve the configuration differently: seed: 1234 -> 7; train.brand_new: no such key -> 1"
+    assert (
+        noted.note.mock_calls[0].args[0]
+        == "the commits resolve the configuration differently: seed: 1234 -> 7; train.brand_new: no such key -> 1"
+    )
     assert found.status == "pass"
-    assert noted.began == [("gate planted", 10)]
-    exact = Noted()
+    noted.series.assert_called_once_with("gate planted", 10)
     judged(case=CASE.model_copy(update={"metric": BYTES}), noted=exact)
-    assert exact.began == [("gate planted", 2)]
+    exact.series.assert_called_once_with("gate planted", 2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ from stored import MACHINE, record, shipped
 from playbook.records.evidence import Missing
 from playbook_bench.run import aa, gate, report, store
 from playbook_bench.run.store import Outcome
+
+
+def printed_by(show: Callable[..., None], *what: object) -> str:
+    """What a function of reports prints."""
+    out = report.console(io.StringIO())
+    show(*what, out)
+    return out.file.getvalue()
+
 
 LACKS = ("scope", "scope", "package", "no_case", "profile", "kind")
 
@@ -32,13 +41,9 @@ def test_two_rules_on_one_count_are_said_once() -> None:
     path = shipped(lambda e: (c := e.derived.comparison) and c.design != "deterministic" and "all_to_all" in str(e.derived.receipts))
     evidence = store.load(path)
     twice = evidence.derived.model_copy(update={"receipts": [c for c in evidence.derived.receipts for _ in range(2)]})
-    shown = []
-    for each in (evidence, evidence.model_copy(update={"derived": twice})):
-        out = report.console(io.StringIO())
-        report.print_outcome(Outcome(each, path), out)
-        shown.append(out.file.getvalue())
-    assert " all_to_all" in shown[0]
-    assert shown[0] == shown[1]
+    once = printed_by(report.print_outcome, Outcome(evidence, path))
+    assert " all_to_all" in once
+    assert printed_by(report.print_outcome, Outcome(evidence.model_copy(update={"derived": twice}), path)) == once
 
 
 @pytest.mark.parametrize(
@@ -51,9 +56,8 @@ def test_two_rules_on_one_count_are_said_once() -> None:
 )
 def test_the_noise_of_a_difference_is_in_the_metrics_unit(metric: str, figures: str) -> None:
     """Only of a ratio is it a percentage."""
-    out = report.console(io.StringIO())
-    report.print_noise(aa.Noise("c", "m", [], metric, rms_difference=0.025, mean_difference=0.0125, contaminated=False), out)
-    assert figures in out.file.getvalue()
+    noise = aa.Noise("c", "m", [], metric, rms_difference=0.025, mean_difference=0.0125, contaminated=False)
+    assert figures in printed_by(report.print_noise, noise)
 
 
 def printed(told: list[Outcome], counts: bool) -> list[str]:
@@ -95,13 +99,10 @@ def test_the_gate_says_in_a_line_of_its_own_that_a_revision_is_to_be_raised(plac
     plain = gate.GateResult("pass", "all is well", "case", "HEAD", "cpu", 0.03)
     advised = gate.GateResult("pass", "all is well", "case", "v1", "cpu", 0.03, revision="raise it")
     result = advised if place == "baseline" else gate.GateResult(**{**vars(plain), "anchor": advised})
-    out = report.console(io.StringIO())
-    report.print_gate(result, out)
-    assert [line.strip() for line in out.file.getvalue().splitlines()][1:] == ["raise it"]
+    assert [line.strip() for line in printed_by(report.print_gate, result).splitlines()][1:] == ["raise it"]
     told = gate.as_json(result)
     assert (told if place == "baseline" else told["anchor"])["revision"] == "raise it"
-    report.print_gate(plain, out)
-    assert out.file.getvalue().count("raise it") == 1
+    assert "raise it" not in printed_by(report.print_gate, plain)
 
 
 @pytest.mark.parametrize("width", [80, 100])

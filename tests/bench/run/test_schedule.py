@@ -1,6 +1,7 @@
 """The order of runs and what a profile makes of a machine."""
 
 import pytest
+from guide_blocks import script
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
@@ -70,9 +71,7 @@ def four():
 def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch):
     found = []
     for uuid in ("GPU-aa", "GPU-bb"):
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\necho NVIDIA H200, 143771, 580.1, 700.00, {uuid}\n", encoding="ascii")
-        tool.chmod(0o755)
+        script(tmp_path / "nvidia-smi", f"echo NVIDIA H200, 143771, 580.1, 700.00, {uuid}")
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         found.append(detect.place())
     assert [p[1:] for p in found] == [["GPU-aa"], ["GPU-bb"]]
@@ -101,11 +100,9 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
 )
 def test_a_machine_has_the_gpus_that_cuda_shows(variable, gpus, tmp_path, monkeypatch):
     """On a shared host the others are other people's."""
-    tool = tmp_path / "nvidia-smi"
     rows = "".join(f"echo '{', '.join(H200)}, GPU-{letter}{i + 1}'\n" for i, letter in enumerate("abcd"))
     matrix = TOPOLOGY.replace("NV18", "PHB", 1)  # the first two GPUs have no link
-    tool.write_text(f"#!/bin/sh\nif [ $1 = topo ]; then cat <<'END'\n{matrix}END\nexit; fi\n{rows}", encoding="ascii")
-    tool.chmod(0o755)
+    script(tmp_path / "nvidia-smi", f"if [ $1 = topo ]; then cat <<'END'\n{matrix}END\nexit; fi\n{rows}")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:

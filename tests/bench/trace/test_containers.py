@@ -25,20 +25,20 @@ from playbook_bench.trace.walls import walls
 SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "60"))
 
 
-def tar(data: bytes, mode: str = "w:gz", names: tuple[str, ...] = ("run/t.json",)) -> bytes:
+def tar(files: dict[str, bytes], mode: str = "w:gz") -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
-        for name in names:
+        for name, data in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return out.getvalue()
 
 
-def zipped(data: bytes, names: tuple[str, ...] = ("run/t.json",)) -> bytes:
+def zipped(files: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in names:
+        for name, data in files.items():
             archive.writestr(name, data)
     return out.getvalue()
 
@@ -54,13 +54,13 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
     "xz": lzma.compress,
     "zst": zstd,
-    "zip": zipped,
-    "tar": lambda data: tar(data, "w"),
-    "tar.gz": tar,
-    "tar.xz": lambda data: tar(data, "w:xz"),
-    "tar.zst": lambda data: zstd(tar(data, "w")),
-    "gz in zip": lambda data: zipped(gzip.compress(data)),
-    "zst in tar.gz": lambda data: tar(zstd(data)),
+    "zip": lambda data: zipped({"run/t.json": data}),
+    "tar": lambda data: tar({"run/t.json": data}, "w"),
+    "tar.gz": lambda data: tar({"run/t.json": data}),
+    "tar.xz": lambda data: tar({"run/t.json": data}, "w:xz"),
+    "tar.zst": lambda data: zstd(tar({"run/t.json": data}, "w")),
+    "gz in zip": lambda data: zipped({"run/t.json": gzip.compress(data)}),
+    "zst in tar.gz": lambda data: tar({"run/t.json": zstd(data)}),
     "byte order mark": lambda data: b"\xef\xbb\xbf" + data,
 }
 
@@ -115,14 +115,13 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(containers, "MAX_BYTES", 1 << 20)
     monkeypatch.setattr(containers, "MAX_FILES", 3)
     bomb = b'{"traceEvents": [' + b" " * (1 << 22)
-    for kind, pack in PACKED.items():
-        (tmp_path / "bomb").write_bytes(pack(bomb))
+    for packed in PACKED.values():
+        (tmp_path / "bomb").write_bytes(packed(bomb))
         with pytest.raises(PlaybookError, match="unpacked"):
             timeline_from_file(tmp_path / "bomb")
-        assert kind
-    names = tuple(f"{i}.json" for i in range(5))
-    for archive in (zipped(b"{}", names), tar(b"{}", names=names)):
-        (tmp_path / "many").write_bytes(archive)
+    many = {f"{i}.json": b"{}" for i in range(5)}
+    for pack in (zipped, tar):
+        (tmp_path / "many").write_bytes(pack(many))
         with pytest.raises(PlaybookError, match="more than 3 files"):
             list(contents(tmp_path / "many"))
 
@@ -137,30 +136,21 @@ def test_one_value_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_name_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     name = tarfile.TarInfo("././@LongLink")
     name.type, name.size = tarfile.GNUTYPE_LONGNAME, 8 << 20
-    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(name.tobuf(tarfile.GNU_FORMAT) + bytes(8 << 20) + tar(b"{}", "w")))
+    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(name.tobuf(tarfile.GNU_FORMAT) + bytes(8 << 20) + tar({"t.json": b"{}"}, "w")))
     with pytest.raises(PlaybookError, match="a header is larger than 1 MiB"):
         timeline_from_file(tmp_path / "t.tar.gz")
 
 
 def test_what_lies_between_traces_is_passed_over(tmp_path: Path) -> None:
     plain = chrome(tmp_path / "plain.json")
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in ((".large", bytes(3 << 20)), ("t.json", plain.read_bytes())):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-    (tmp_path / "t.tar").write_bytes(out.getvalue())
+    (tmp_path / "t.tar").write_bytes(tar({".large": bytes(3 << 20), "t.json": plain.read_bytes()}, "w"))
     assert timeline_from_file(tmp_path / "t.tar") == timeline_from_file(plain)
 
 
 def test_archives_may_not_lead_elsewhere(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        link = tarfile.TarInfo("t.json")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(link)
-    (tmp_path / "t.tar").write_bytes(out.getvalue())
+    (tmp_path / "t.json").symlink_to("/etc/passwd")
+    with tarfile.open(tmp_path / "t.tar", "w") as archive:
+        archive.add(tmp_path / "t.json", "t.json")
     with pytest.raises(PlaybookError, match="holds no files"):
         timeline_from_file(tmp_path / "t.tar")
 

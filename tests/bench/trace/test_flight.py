@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import wild
-from test_walls import shown
+from test_walls import answer, shown
 
 from playbook.errors import PlaybookError
 from playbook_bench.trace import containers
@@ -36,8 +36,8 @@ def entry(number: int, group: str = "default_pg", name: str = "nccl:all_reduce",
     }  # fmt: skip
 
 
-def dump(*entries: dict[str, Any], ranks: str = "[0, 1, 2, 3]") -> dict[str, Any]:
-    return {"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}, "entries": list(entries)}
+def dump(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}, "entries": list(entries)}
 
 
 def hang(*dumps: dict[str, Any]) -> recorded.Hang:
@@ -115,13 +115,9 @@ def test_the_command_reads_a_folder_of_dumps(protocol: Any, tmp_path: Path, caps
     assert json.loads(out)["ranks"] == [2]
 
 
-class Runs:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/playbook-was-run",)
-
-
+RAN = Path("/tmp/playbook-was-run")
 HOSTILE = {
-    "a call": pickle.dumps({"version": "2", "pg_config": {}, "entries": [Runs()]}),
+    "a call": pickle.dumps({"version": "2", "pg_config": {}, "entries": [wild.Bomb(RAN)]}),
     "a class": b"\x80\x02cbuiltins\neval\n(S'1'\ntR.",
     "a table of 32 GB": b"\x80\x02}r" + struct.pack("<I", 0x7FFFFFFF) + b".",
     "a byte array of 8 EB": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b".",
@@ -138,7 +134,7 @@ def test_a_pickle_that_is_more_than_data_is_refused(kind: str, tmp_path: Path, c
     (tmp_path / "dump_0").write_bytes(HOSTILE[kind])
     code, _, err = shown(capsys, "--file", str(tmp_path / "dump_0"))
     assert (code, "Traceback" in err) == (2, False)
-    assert not Path("/tmp/playbook-was-run").exists()
+    assert not RAN.exists()
 
 
 def test_wild_dumps_are_refused_or_answered(tmp_path: Path) -> None:
@@ -198,7 +194,6 @@ def test_dumps_that_torch_wrote_name_the_rank(tmp_path: Path, capsys: pytest.Cap
     started = [subprocess.Popen([*words, str(r), str(tmp_path)], env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}) for r in (0, 1)]
     assert [each.wait(1200) for each in started] == [0, 0]
     for name in ("pickles", "texts"):
-        _, out, _ = shown(capsys, "--file", str(tmp_path / name), "--json")
-        found = json.loads(out)
+        _, found = answer(capsys, "--file", str(tmp_path / name))
         assert (found["cause"], found["ranks"], found["collective"]) == ("missing", [1], "gloo:all_reduce 2 of default_pg #0")
     assert found["standings"][1]["last"] == "gloo:all_reduce 1 of default_pg #0"

@@ -96,3 +96,28 @@ def test_a_file_that_keeps_sqlite_busy_is_given_up(tmp_path: Path, monkeypatch: 
 def test_a_time_beyond_any_clock_or_a_word_is_damage(tmp_path: Path, time: object) -> None:
     with pytest.raises(PlaybookError, match="where a time or an id was expected"):
         read(tmp_path, ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = ? WHERE correlationId = 1", (time,)))
+
+
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+GPU_OF_EACH = f"globalPid = {PID}"
+
+
+def without_ranges(path: Path, foreign_ms: int, device: str) -> Timeline:
+    """An export of CUDA alone whose other process computes so long; its own kernels run for 13.5 ms."""
+    changes = (
+        f"UPDATE {KERNELS} SET end = {foreign_ms * MS} WHERE globalPid != {PID}",
+        f"ALTER TABLE {KERNELS} ADD COLUMN deviceId INTEGER",
+        f"UPDATE {KERNELS} SET deviceId = {device}",
+    )
+    return nsys.read(database(path, *changes, without="NVTX_EVENTS"), ranges=False)
+
+
+@pytest.mark.parametrize(("foreign_ms", "own"), [(13, True), (14, False)])
+def test_an_export_without_ranges_is_read_for_the_process_that_computes_most(tmp_path: Path, foreign_ms: int, own: bool) -> None:
+    names = {o.name for o in without_ranges(tmp_path / "t.sqlite", foreign_ms, GPU_OF_EACH).ops}
+    assert ("gemm" in names, "foreign" in names) == (own, not own)
+
+
+def test_without_ranges_a_process_of_two_gpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlaybookError, match="2 GPUs in one process"):
+        without_ranges(tmp_path / "t.sqlite", 13, "correlationId % 2")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_walls import GEMM, shown
+from test_walls import GEMM, answer, shown
 
 from playbook.errors import PlaybookError
 from playbook_bench.trace import kineto, reports
@@ -47,8 +47,7 @@ def folder(path: Path, **kinds: Any) -> Path:
 
 
 def test_a_folder_of_eight_ranks_names_the_one_that_waits_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = shown(capsys, "--file", str(folder(tmp_path / "run")), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(folder(tmp_path / "run")))
     assert (code, found["waits_least"], found["holds_up"]) == (0, SLOW, True)
     assert found["sentence"].startswith(
         "Rank 5 holds up the others: it waits least, 0.0 ms of a step in collectives, where the others wait 9.0 for it"
@@ -68,8 +67,7 @@ def test_a_folder_of_eight_ranks_names_the_one_that_waits_least(tmp_path: Path, 
 
 
 def test_ranks_that_wait_alike_hold_up_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = shown(capsys, "--file", str(folder(tmp_path / "run", slow=None, groups=False)), "--json")
-    found = json.loads(out)
+    _, found = answer(capsys, "--file", str(folder(tmp_path / "run", slow=None, groups=False)))
     assert not found["holds_up"]
     assert found["sentence"].startswith("No rank holds up the others")
     assert any("no process group" in note for note in found["notes"])
@@ -81,8 +79,7 @@ def test_a_rank_with_other_steps_is_compared_by_sums_and_one_that_cannot_be_read
     run = folder(tmp_path / "run")
     (run / "host_97.pt.trace.json").write_text(json.dumps(rank(0, steps=5)))
     (run / "host_96.pt.trace.json").write_text("no trace")
-    code, out, _ = shown(capsys, "--file", str(run), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(run))
     assert (code, found["waits_least"], len(found["ranks"])) == (0, SLOW, 7)
     assert any("not equally many" in note for note in found["notes"])
     assert any("host_96" in note for note in found["notes"])
@@ -92,8 +89,7 @@ def test_a_rank_with_other_steps_is_compared_by_sums_and_one_that_cannot_be_read
 def test_one_trace_among_other_files_is_the_trace_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"layers": 4}')
     (tmp_path / "t.json").write_text(json.dumps(rank(0)))
-    code, out, _ = shown(capsys, "--file", str(tmp_path), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(tmp_path))
     assert (code, found["num_steps"]) == (0, 2)
     assert any("config.json" in note for note in found["notes"])
 
@@ -110,8 +106,7 @@ def test_between_two_traces_the_parts_add_up_to_the_difference_of_the_steps(tmp_
     first, second = tmp_path / "a.json", tmp_path / "b.json.gz"
     first.write_text(json.dumps(rank(SLOW)))
     second.write_bytes(gzip.compress(json.dumps(rank(0, host=5)).encode()))
-    code, out, _ = shown(capsys, "--file", str(second), "--against", str(first), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(second), "--against", str(first))
     change = {p["name"]: p["change_ms"] for p in found["parts"]}
     assert (code, change) == (
         0,
@@ -145,9 +140,8 @@ def test_one_file_that_merges_eight_ranks_is_read_as_eight(tmp_path: Path, capsy
     names = [{"ph": "M", "name": "process_name", "pid": n + 1, "args": {"name": f"Rank {n}"}} for n in range(RANKS)]
     path = tmp_path / "merged.json"
     path.write_text(json.dumps({"traceEvents": [*events, *(names if told is renamed else [])], "distributedInfo": {"rank": 0}}))
-    code, out, err = shown(capsys, "--file", str(path), "--json")
-    assert code == 0, err
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(path))
+    assert code == 0
     assert (found["waits_least"], found["holds_up"], len(found["ranks"])) == (SLOW, True, RANKS)
     assert [each["rank"] for each in found["ranks"]] == list(range(RANKS))
     assert [each["waiting_ms"] for each in found["ranks"]] == pytest.approx([0 if n == SLOW else WAIT for n in range(RANKS)])

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
+from typing import Any
 
 import in_process
 import pytest
+from guide_blocks import script
 from hypothesis import given
 from hypothesis import strategies as st
+from test_nsys import database
 
 from playbook.errors import PlaybookError
 from playbook.paths import repo_root
 from playbook_bench.trace import nsys, reports
 from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
-from playbook_bench.trace.walls import BUSY, THRESHOLDS, Walls, walls
+from playbook_bench.trace.walls import BUSY, THRESHOLDS, walls
 
 MS = NS_PER_MS
 GEMM, ADD, NCCL, MEMCPY = "nvjet_sm90_tst_128x256", "void at::native::vectorized_elementwise_kernel<4>", "ncclDevKernel_AllReduce", "memcpy"
@@ -102,14 +104,12 @@ def test_idle_time_whose_launches_lie_before_the_trace_leads_where_it_is_largest
     assert found.sentence.startswith("Idle of unknown cause: for 63% of the step")
 
 
-def ahead(steps: int, launched: bool = True, first: float = 47) -> Timeline:
-    """Steps of 60 ms on the GPU that a host, which runs ahead, marks every 10 ms from zero on; the first kernel comes after `first` ms."""
+def ahead(steps: int, launched: bool) -> Timeline:
+    """Steps of 60 ms on the GPU that a host, which runs ahead, marks every 10 ms from zero on; the first kernel comes after 47 ms."""
     marks = [span(f"ProfilerStep#{i}", 10 * i, 10 * i + 10) for i in range(steps)]
-    ops = [
-        op(name, first + 60 * i + a, first + 60 * i + b, 10 * i + 1) for i in range(steps) for name, a, b in ((GEMM, 0, 40), (ADD, 40, 58))
-    ]
+    ops = [op(name, 47 + 60 * i + a, 47 + 60 * i + b, 10 * i + 1) for i in range(steps) for name, a, b in ((GEMM, 0, 40), (ADD, 40, 58))]
     timeline = trace(ops if launched else [], marks=marks)
-    timeline.device_marks = [span(f"ProfilerStep#{i}", first + 60 * i, first + 60 * i + 58) for i in range(steps)]
+    timeline.device_marks = [span(f"ProfilerStep#{i}", 47 + 60 * i, 47 + 60 * i + 58) for i in range(steps)]
     timeline.unlaunched = [] if launched else ops
     return timeline
 
@@ -300,6 +300,13 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return in_process.run(capsys, "bench", "trace", *words)
 
 
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    """The exit code, and the answer that a program reads."""
+    code, out, err = shown(capsys, *words, "--json")
+    assert out, err
+    return code, json.loads(out)
+
+
 def test_the_command_answers_with_a_sentence_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json")))
     assert code == 0
@@ -307,8 +314,7 @@ def test_the_command_answers_with_a_sentence_and_a_table(tmp_path: Path, capsys:
     assert "by range" not in out
     assert "products" in out
     assert "1.0 ms a step over 2 steps, by kineto" in out
-    code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json", data=True)), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(chrome(tmp_path / "t.json", data=True)))
     assert (code, found["wall"], found["num_steps"], found["ranges"]) == (0, "data wait", 2, None)
     assert found["data_wait"] == pytest.approx(0.38, abs=0.01)
 
@@ -341,35 +347,6 @@ def test_hostile_files_are_one_line_and_exit_code_2(content: str, tmp_path: Path
     assert "Traceback" not in err
 
 
-def kernels_only(path: Path, *, device: bool = True, second: bool = False) -> Path:
-    """An nsys export of two ranks' processes with CUDA alone: no NVTX, no names of ours."""
-    import sqlite3
-
-    one, two = 0x0100_0000_1000_0000, 0x0100_0000_2000_0000
-    db = sqlite3.connect(path)
-    db.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
-    db.execute("INSERT INTO StringIds VALUES (1, ?)", (GEMM,))
-    db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER)")
-    columns = "start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER, deviceId INTEGER, shortName INTEGER"
-    db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({columns})")
-    for process, busy in ((one, 6), (two, 3)):
-        for i in range(4):
-            start = 10 * i * MS
-            db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?)", (start - MS, start, process | 5, i))
-            gpu = i % 2 if second else process >> 28 & 1
-            db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,1)", (start, start + busy * MS, i, process, gpu))
-    db.commit()
-    db.close()
-    return path
-
-
-def test_an_export_without_ranges_is_read_for_the_process_that_computes_most(tmp_path: Path) -> None:
-    found: Walls = walls(nsys.read(kernels_only(tmp_path / "t.sqlite"), ranges=False))
-    assert (found.wall, found.busy) == ("host-bound", pytest.approx(24 / 36))
-    with pytest.raises(PlaybookError, match="2 GPUs in one process"):
-        nsys.read(kernels_only(tmp_path / "two.sqlite", second=True), ranges=False)
-
-
 def test_a_short_name_that_tells_nothing_gives_way_to_the_demangled_one() -> None:
     """Nsight Systems' short name of CUTLASS's kernels is `Kernel`."""
     assert nsys._name(["Kernel", "void cutlass::Kernel<cutlass_80_tensorop_s16816gemm>(Params)", "_ZN7cutlass"]).startswith("void cutlass")
@@ -381,20 +358,17 @@ def test_a_short_name_that_tells_nothing_gives_way_to_the_demangled_one() -> Non
 
 
 def test_a_report_is_exported_by_the_nsys_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels_only(tmp_path / "whole.sqlite")
-    (tmp_path / "trace.nsys-rep").write_text("a report")
-    (tmp_path / "nsys").write_text(
-        f"#!{sys.executable}\nimport shutil, sys\nshutil.copy({str(tmp_path / 'whole.sqlite')!r}, sys.argv[sys.argv.index('-o') + 1])\n"
-    )
-    (tmp_path / "nsys").chmod(0o755)
+    report, whole = tmp_path / "trace.nsys-rep", database(tmp_path / "whole.sqlite")
+    report.write_text("a report")
+    script(tmp_path / "nsys", f'while [ "$1" != -o ]; do shift; done\n/bin/cp {whole} "$2"')
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert walls(reports.timeline_from_file(tmp_path / "trace.nsys-rep")).wall == "host-bound"
-    (tmp_path / "nsys").write_text("#!/bin/sh\nexit 3\n")
+    assert reports.timeline_from_file(report) == reports.timeline_from_file(whole)
+    script(tmp_path / "nsys", "exit 3")
     with pytest.raises(PlaybookError, match="nsys export failed"):
-        reports.timeline_from_file(tmp_path / "trace.nsys-rep")
+        reports.timeline_from_file(report)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(PlaybookError, match="where it is, run nsys export"):
-        reports.timeline_from_file(tmp_path / "trace.nsys-rep")
+        reports.timeline_from_file(report)
 
 
 @pytest.mark.full
@@ -405,21 +379,16 @@ def test_a_real_trace_of_a_slow_loader_waits_for_data(tmp_path: Path, capsys: py
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.data import DataLoader
 
-    class Slow(torch.utils.data.Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, i: int) -> torch.Tensor:
-            time.sleep(0.5)
-            return torch.ones(64, 64)
+    def slow(rows: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.5)
+        return rows[0]
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for batch in DataLoader(Slow(), batch_size=1):
+        for batch in DataLoader([torch.ones(64, 64)] * 4, collate_fn=slow):
             (batch @ batch).sum()
             profiler.step()
     profiler.export_chrome_trace(str(tmp_path / "t.json"))
-    code, out, _ = shown(capsys, "--file", str(tmp_path / "t.json"), "--json")
-    found = json.loads(out)
+    code, found = answer(capsys, "--file", str(tmp_path / "t.json"))
     assert (code, found["wall"]) == (0, "data wait")
     assert found["data_wait"] > 0.5
 
@@ -438,8 +407,7 @@ def test_a_trace_of_padded_batches_names_the_attention_that_prepares_for_each_le
 def test_a_trace_of_a_command_tells_one_kernel_for_all_experts_from_one_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     idle = {}
     for name, grouped in (("cublas", 0), ("cutlass", 16)):
-        code, out, _ = shown(capsys, "--file", str(repo_root() / "bench/traces" / f"bare-megatron-{name}.json.gz"), "--json")
-        found = json.loads(out)
+        code, found = answer(capsys, "--file", str(repo_root() / "bench/traces" / f"bare-megatron-{name}.json.gz"))
         assert code == 0
         assert sum(row["count"] for row in found["classes"] if row["name"] == "grouped products") == grouped
         idle[name] = found["idle"]

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -40,19 +41,6 @@ KNOBS = "knobs:\n" + "\n".join(
 )
 
 
-@dataclass
-class Done:
-    """What a command left."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def output(self):
-        return self.stdout + self.stderr
-
-
 @pytest.fixture
 def playbook(capfd, tmp_path, monkeypatch):
     """Runs a command in a folder without git."""
@@ -61,7 +49,8 @@ def playbook(capfd, tmp_path, monkeypatch):
     def run(*words):
         capfd.readouterr()
         code = run_command(app, list(words))
-        return Done(code, *capfd.readouterr())
+        out, err = capfd.readouterr()
+        return SimpleNamespace(exit_code=code, stdout=out, stderr=err)
 
     return run
 
@@ -99,7 +88,7 @@ def check_planted(found, idle=6):
 
 def test_the_right_two_are_kept_every_other_says_why_not_and_a_record_that_was_changed_does_not_replay(tune, playbook, launches):
     done = tune()
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, done.stderr
     found = answer(done)
     check_planted(found)
     assert found["ended"] == "complete"
@@ -120,8 +109,8 @@ def test_the_right_two_are_kept_every_other_says_why_not_and_a_record_that_was_c
     record.write_text(json.dumps(data))
     done = playbook("bench", "replay", str(record))
     assert done.exit_code == 5
-    assert "sha256" in done.output
-    assert "due was" in done.output
+    assert "sha256" in done.stderr
+    assert "due was" in done.stderr
 
 
 PLAIN = str(repo_root() / "tools/cases/tune-one-gpu-plain.yaml")
@@ -178,12 +167,9 @@ def test_what_does_not_fit_into_memory_is_never_launched(playbook, launches, on_
     assert rows["split", "3"]["why"].startswith("cannot run: ")
 
 
-def test_what_is_never_launched_is_part_of_the_answer(playbook, launches, tmp_path):
-    (tmp_path / "knobs.yaml").write_text(
-        "knobs:\n  split: {key: parallel.tp, values: [1, 3]}\n  slow: {environment: SLOW, values: [null, 1]}\n"
-    )
-    words = ("train", "trainer_steps", str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml"))
-    done = playbook("tune", "--knobs", "knobs.yaml", "--json", "--seed", "1", "--results", "results", "--", *words)
+def test_what_is_never_launched_is_part_of_the_answer(tune, launches):
+    knobs = "knobs:\n  split: {key: parallel.tp, values: [1, 3]}\n  slow: {environment: SLOW, values: [null, 1]}\n"
+    done = tune(knobs=knobs, words=("train", "trainer_steps", str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")))
     assert "never     split=3  cannot run" in done.stderr
     assert [row["knob"] for row in answer(done)["never"]] == ["split"]
 
@@ -309,7 +295,7 @@ def test_ctrl_c_leaves_a_valid_answer_and_resume_goes_on(tune, launches, at):
     assert found["undecided"]
     assert found["launches"] == at
     done = tune("--resume")
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, done.stderr
     check_planted(answer(done))
     assert len(launches.words) == answer(done)["launches"] + 10  # none is made again
     again = tune("--resume")
@@ -356,7 +342,7 @@ def test_a_damaged_line_of_the_journal_loses_no_launch(tune, stopped, number):
     lines[number] = lines[number][9:]
     stopped.write_bytes(b"".join(lines))
     done = tune("--resume")
-    assert done.exit_code == 2, done.output
+    assert done.exit_code == 2, done.stderr
     assert "cannot be read" in done.stderr
     assert stopped.read_bytes() == b"".join(lines)
 
@@ -368,7 +354,7 @@ def test_a_line_that_says_what_no_launch_says_is_one_message(tune, stopped, junk
     SealedLines(stopped).replace(rows)
     before = stopped.read_bytes()
     done = tune("--resume")
-    assert done.exit_code == 2, done.output
+    assert done.exit_code == 2, done.stderr
     assert done.stderr.startswith("error: event 1 of ")
     assert stopped.read_bytes() == before
 

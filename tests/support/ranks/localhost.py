@@ -118,12 +118,12 @@ def _idle(environment: dict[str, str]) -> int:
     return done.stdout.split().count("idle")
 
 
-def _wait(ready, problem: str, folder: Path, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def _wait(ready, problem: str, folder: Path) -> None:
+    end = time.monotonic() + 60
     while not ready():
         if time.monotonic() > end:
             logs = "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(folder.glob("*.out")))
-            raise RuntimeError(f"{problem} within {seconds:g} s\n{logs}")
+            raise RuntimeError(f"{problem} within 60 s\n{logs}")
         time.sleep(0.3)
 
 

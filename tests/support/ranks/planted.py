@@ -23,6 +23,13 @@ from pathlib import Path
 
 STEP_S = 0.001
 """All steps of a launch take less than starting a process does: what is invented must fit in the launch."""
+ENDS = {
+    "crash": "ValueError: planted",
+    "memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+    "oom": 4,
+    "refused": 2,
+}
+"""With what a rank ends: its exit code, or the last words of one that ends with 1."""
 
 
 def plan(config):
@@ -45,14 +52,8 @@ def strike(fault):
         time.sleep(600)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "crash":
-        sys.stderr.write("ValueError: planted\n")
-        sys.exit(1)
-    if fault in ("oom", "refused"):
-        sys.exit({"oom": 4, "refused": 2}[fault])
-    if fault == "memory":
-        sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
-        sys.exit(1)
+    if fault in ENDS:
+        sys.exit(ENDS[fault])
 
 
 def fake(config, planted):
@@ -135,18 +136,13 @@ def fake(config, planted):
     return 0
 
 
-def disable_dispatcher():
-    """The configuration still says allgather; the trainer takes the other path, as a silent fallback would."""
-    from playbook_trainer.torch.parallel import dispatch
-
-    dispatch.DISPATCHERS["allgather"] = dispatch.DISPATCHERS["alltoall"]
-
-
 def real(config, planted, words):
     """The real trainer, with the fault struck once its metrics show the step."""
     fault, at = planted.get("fault"), planted.get("at", 3)
-    if fault == "disable":
-        disable_dispatcher()
+    if fault == "disable":  # the configuration still says allgather; the trainer takes the other path, as a silent fallback would
+        from playbook_trainer.torch.parallel import dispatch
+
+        dispatch.DISPATCHERS["allgather"] = dispatch.DISPATCHERS["alltoall"]
     elif fault and int(os.environ["RANK"]) == planted.get("rank", 0):
         log = Path(config["output"]) / "metrics.jsonl"
 

@@ -2,8 +2,8 @@
 
 Standard input has one JSON object a line, `{"world": GPUs, "blackwell": bool, "environment": {...}}` with either `argv`, words of Megatron-LM's command
 line, or `fields`, arguments of `TransformerConfig`, and `scheduler`, those of `OptimizerParamScheduler`. Standard output has an answer a line:
-`{"error": ...}`, or what the parser, the configurations and the layer counts of every rank and chunk make of it. The folder of the unpacked wheel is the
-only argument.
+`{"error": ...}`, or what the parser, the configurations and the layer counts of every rank and chunk make of it, or, with `"values": true`, every argument
+as it was parsed. The folder of the unpacked wheel is the only argument.
 
 The wheel is for Python 3.12 and wants a GPU: `typing.override`, the GPU's capability, triton and Transformer Engine's presence are supplied; none of
 them says whether arguments go together.
@@ -88,6 +88,7 @@ def _parsed(argv: list[str]) -> tuple[Any, dict[str, Any]]:
 
     sys.argv = ["pretrain", *argv]
     args = parse_args()
+    values = dict(vars(args))  # the checks change some
     validate_args(args)
     pattern = args.hybrid_layer_pattern
     model = hybrid_config_from_args(args) if pattern else gpt_config_from_args(args)
@@ -95,6 +96,7 @@ def _parsed(argv: list[str]) -> tuple[Any, dict[str, Any]]:
     return config, {
         "dp": args.data_parallel_size, "mbs": args.micro_batch_size, "gbs": args.global_batch_size, "seq_len": args.seq_length,
         "hybrid_layer_pattern": pattern, "vpp": args.virtual_pipeline_model_parallel_size or 1, "etp": args.expert_tensor_parallel_size,
+        "values": values,
     }  # fmt: skip
 
 
@@ -152,6 +154,9 @@ def read_back(job: dict[str, Any]) -> dict[str, Any]:
     config, besides = _parsed(job["argv"]) if "argv" in job else _built(job["fields"])
     if "scheduler" in job:
         _schedule(job["scheduler"])
+    values = besides.pop("values", {})
+    if job.get("values"):
+        return values
     routed = config.num_moe_experts is not None
     flex = config.moe_token_dispatcher_type == "flex"
     pattern = besides.pop("hybrid_layer_pattern")
@@ -170,6 +175,11 @@ def read_back(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _named(value: Any) -> str:
+    """An enumeration by its name, a type of numbers by its short name."""
+    return getattr(value, "name", str(value))
+
+
 def main() -> None:
     sys.path.insert(0, sys.argv[1])
     answers = sys.stdout
@@ -181,7 +191,7 @@ def main() -> None:
                 answer = read_back(json.loads(line))
             except (Exception, SystemExit) as e:  # whatever the target's code says of an export is an answer
                 answer = {"error": f"{type(e).__name__}: {e}"}
-            print(json.dumps(answer), file=answers, flush=True)
+            print(json.dumps(answer, default=_named), file=answers, flush=True)
 
 
 if __name__ == "__main__":

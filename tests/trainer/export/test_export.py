@@ -26,7 +26,6 @@ from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.render import TARGETS, change, export
 from playbook_trainer.export.sheet import RELEASES, Setting
 from tests.support.targets import bridge, megatron
-from tests.support.targets.apart import answers
 from tests.trainer.export.test_plan_torchtitan import read_back
 
 CONFIGS = data_root("configs")
@@ -247,19 +246,19 @@ def test_megatron_lm_reads_back_every_value_and_accepts_them_together():
     exported = [export(config, "megatron-lm", platform) for config, _, platform in asked]
     document = [
         {
-            "words": [word for line in e.lines for word in shlex.split(line)],
-            "gpus": gpus,
-            "architecture": 9 if platform == "hopper" else 10,
+            "argv": [word for line in e.lines for word in shlex.split(line)],
+            "world": gpus,
+            "blackwell": platform != "hopper",
             "environment": dict(e.environment),
+            "values": True,
         }
         for e, (_, gpus, platform) in zip(exported, asked, strict=True)
     ]
-    script = FIXTURES.parent / "support" / "megatron" / "megatron_arguments.py"
-    for found, answer in zip(exported, answers(script, document, str(megatron.FOLDER)), strict=True):
-        assert answer["refused"] == ""
+    for found, answer in zip(exported, megatron.answers(document), strict=True):
+        assert "error" not in answer, answer
         for setting in found.settings:
             if setting.value is not None and setting.field not in DERIVED:
-                value = answer["found"][DESTINATIONS.get(setting.field, setting.field)]
+                value = answer[DESTINATIONS.get(setting.field, setting.field)]
                 single = isinstance(value, list) and len(value) == 1 and not isinstance(setting.value, list)
                 assert (value[0] if single else value) == setting.value, setting
 
