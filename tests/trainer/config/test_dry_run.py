@@ -61,27 +61,33 @@ def test_offload_moves_bytes_to_the_host_and_loses_none():
     assert sent.host + sent.activations == pytest.approx(plain.states + plain.activations)
 
 
-def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
-    def state(world, **overrides):
-        stages = dry_run(load(TEXT, {"train.global_batch_size": 8, **overrides}), world).stages
-        return max(s.states for s in stages)
+SPLIT = {
+    "optimizer.master_weights": "remainder",
+    "train.dtype": "bf16",
+    "parallel.reduce_dtype": "bf16",
+    "optimizer.moments_dtype": "bf16",
+}
 
-    whole = state(1)
-    assert state(4) == pytest.approx(whole / 4)
-    assert state(4, **{"parallel.fsdp": False}) == whole
-    assert state(4, **{"parallel.dp_replicate": 2}) == pytest.approx(whole / 2)
-    assert state(4, **{"parallel.ep": 2, "parallel.etp": 2}) == pytest.approx(whole / 4, rel=0.01)
-    assert state(4, **{"parallel.dp_replicate": 2, "parallel.ep": 4}) < 0.45 * whole, "experts that span the copies have one"
-    assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
-    assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)
-    split = {
-        "optimizer.master_weights": "remainder",
-        "train.dtype": "bf16",
-        "parallel.reduce_dtype": "bf16",
-        "optimizer.moments_dtype": "bf16",
-    }
-    assert state(8, **split) == pytest.approx(whole / 8 * 10 / 16), "2 weight, 2 remainder, 2 gradient, 4 moments"
-    assert state(4, **split) == pytest.approx(whole / 4 * 12 / 16), "two micro-batches add to a gradient in float32"
+
+@pytest.mark.parametrize(
+    ("world", "words", "share"),
+    [
+        (4, {}, 1 / 4),
+        (4, {"parallel.fsdp": False}, 1),
+        (4, {"parallel.dp_replicate": 2}, 1 / 2),
+        (4, {"parallel.ep": 2, "parallel.etp": 2}, 1 / 4),
+        (4, {"parallel.ep": 4}, 1 / 4),
+        (4, {"parallel.dp_replicate": 2, "parallel.ep": 4}, 0.3),  # experts, four fifths of it, span the copies and have one
+        (1, {"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}, 12 / 16),
+        (8, SPLIT, 10 / 16 / 8),  # 2 weight, 2 remainder, 2 gradient, 4 moments
+        (4, SPLIT, 12 / 16 / 4),  # two micro-batches add to a gradient in float32
+    ],
+)
+def test_sharding_divides_the_state_and_16_bit_moments_lower_it(world, words, share):
+    whole, found = (
+        dry_run(load(TEXT, {"train.global_batch_size": 8, **w}), ranks).stages[0].states for ranks, w in ((1, {}), (world, words))
+    )
+    assert found == pytest.approx(share * whole, rel=0.01 if "parallel.ep" in words else 1e-6)
 
 
 def test_copies_of_weights_that_stay_until_the_backward_pass_count():
@@ -176,18 +182,25 @@ def test_the_table_names_the_fullest_stage(capsys):
     assert "a rank of stage 1 holds" in out
 
 
+RUN = ["--dry-run", "--gpus", "1024", str(LARGE)]
+ODD = "model={preset: deepseek_v3_tiny, qk_rope_head_dim: 7, head_dim: 23}"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.pp=5"], "24 layers do not divide into pp 5"),
-        (["parallel.ep=3"], "128 experts do not divide over ep 3"),
-        (["train.recompute=selective"], "names no modules"),
-        (["train.global_batch_size=7"], "global batch 7 is not a multiple"),
-        (["train.stpes=3"], "did you mean 'steps'"),
+        ([*RUN, "parallel.pp=5"], "24 layers do not divide into pp 5"),
+        ([*RUN, "parallel.ep=3"], "128 experts do not divide over ep 3"),
+        ([*RUN, "train.recompute=selective"], "names no modules"),
+        ([*RUN, "train.global_batch_size=7"], "global batch 7 is not a multiple"),
+        ([*RUN, "train.stpes=3"], "did you mean 'steps'"),
+        (["--dry-run", str(TEXT), ODD], "qk_rope_head_dim 7 is odd"),
+        (["--dry-run", "--build", "--gpus", "4", str(LARGE)], "--build builds models of the megatron backend"),
+        (["--build", str(LARGE)], "say --dry-run too"),
     ],
 )
-def test_what_cannot_run_is_one_line_and_exit_code_2(capsys, words, says):
-    assert says in refused(capsys, "train", "--dry-run", "--gpus", "1024", str(LARGE), *words)
+def test_what_cannot_run_or_be_built_is_one_line_and_exit_code_2(capsys, words, says):
+    assert says in refused(capsys, "train", *words)
 
 
 @pytest.mark.parametrize(
@@ -224,28 +237,12 @@ def test_the_largest_seed_draws_weights():
     assert value.isfinite().all()
 
 
-def test_the_part_of_a_head_that_turns_is_even(capsys):
-    model = "{preset: deepseek_v3_tiny, qk_rope_head_dim: 7, head_dim: 23}"
-    assert "qk_rope_head_dim 7 is odd" in refused(capsys, "train", "--dry-run", str(TEXT), f"model={model}")
-
-
 def test_the_other_backend_is_counted_by_its_own_rules():
     torch_state = dry_run(load(LARGE), 4).stages[0].states
     found = dry_run(load(LARGE, {"backend": "megatron"}), 4).stages[0]
     assert found.states > torch_state, "the distributed optimizer shards neither weights nor gradients"
     with pytest.raises(ConfigError, match="belongs to the torch backend"):
         dry_run(load(LARGE, {"backend": "megatron", "train.fused_loss": True}), 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--dry-run", "--build", "--gpus", "4", str(LARGE)], "--build builds models of the megatron backend"),
-        (["--build", str(LARGE)], "say --dry-run too"),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(capsys, words, says):
-    assert says in refused(capsys, "train", *words)
 
 
 def test_the_claim_fails_where_a_fault_is_none():
