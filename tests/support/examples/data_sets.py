@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,14 @@ def reading(given: TrainerConfig, **options: Any) -> closing[Loader]:
     return closing(build_loader(given, **{"dp_rank": 0, "dp_size": 1, **options}))
 
 
-def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
+def encoded(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
-    Image.new("RGB", size, (number % 256, 20, 30)).save(out, format="JPEG")
+    picture.save(out, format=kind, **options)
     return out.getvalue()
+
+
+def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
+    return encoded(Image.new("RGB", size, (number % 256, 20, 30)))
 
 
 def png(width: int, height: int) -> bytes:
@@ -102,6 +107,15 @@ def write_vqav2(folder: Path, subset: str = "train2014", count: int = 12) -> Pat
     annotations = [{"question_id": 10 * n, "image_id": n, "multiple_choice_answer": f"a{n}"} for n in reversed(range(count))]
     (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(json.dumps({"questions": questions}))
     (folder / f"v2_mscoco_{subset}_annotations.json").write_text(json.dumps({"annotations": annotations}))
+    return folder
+
+
+def samples(folder: Path, lines: Iterable[Any], images: Mapping[str, bytes]) -> Path:
+    """The folder, with these lines in its samples.jsonl and these images beside it."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, data in images.items():
+        (folder / name).write_bytes(data)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import config, reading
-from PIL import Image
+from data_sets import config, jpeg, reading, samples
 from ranks import alive
 
 from playbook.errors import ConfigError
@@ -93,9 +91,7 @@ def test_without_padding_rows_keep_their_length() -> None:
 
 
 def test_the_loss_is_on_the_answer_alone(tmp_path: Path) -> None:
-    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    lines = [{"images": ["a.png"], "question": "Which?", "answer": "this"}] * 2
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    samples(tmp_path, [{"images": ["a.png"], "question": "Which?", "answer": "this"}] * 2, {"a.png": jpeg(0, (64, 64))})
     batch = steps(config(VL, data__path=str(tmp_path), train__global_batch_size=1), 1)[0][0]
     tokens, labels, _ = documents(batch)[0]
     assert bytes(labels[labels != IGNORE][:-1].tolist()) == b"this"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
+from data_sets import samples
 from layout_runs import Job, assert_near, difference, note, train_all
 from layout_table import LAYOUTS, SMALL, STEPS, every_pair, pairs_of
 from ranks import ROOT, steps, summary, trained
@@ -62,14 +61,10 @@ def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     photographs = ROOT / "trainer" / "assets" / "vqa"
-    folder = tmp_path / "data"
-    folder.mkdir()
     names = sorted(p.name for p in photographs.glob("*.jpg"))[:3]
-    for name in names:
-        shutil.copy(photographs / name, folder)
     # Rows of one sample each: with two ranks, one of them often has no image where the other has one.
-    samples = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    lines = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
+    folder = samples(tmp_path / "data", lines, {name: (photographs / name).read_bytes() for name in names})
     words = [*SMALL["vision"], f"data.path={folder}", "data.pack=false", "data.num_workers=0"]
     one, two = (trained(tmp_path / str(ranks), ranks, VISION, *COMMON, *words) for ranks in (1, 2))
     assert len({r["images"] for r in steps(one)}) > 1
