@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = []
     for base in MODELS:
         if base not in DRAWN:
-            hf.save_safetensors(model(base), parity.random_state(model(base)), path / "weights" / base)
+            parity.written(model(base), path / "weights" / base)
     for name, (base, ranks, words) in {**{name: (name, 1, []) for name in MODELS}, **LAYOUTS}.items():
         weights = None if base in DRAWN else str(path / "weights" / base)
         job = {"name": name, "ranks": ranks, "words": [*MODELS[base], *words], "weights": weights}
@@ -173,11 +173,9 @@ WITH_FOLDER = [name for name in (*MODELS, *LAYOUTS) if LAYOUTS.get(name, (name,)
 def test_weights_go_in_and_out_bit_by_bit(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0] if name in LAYOUTS else name
     counts = result(folder, name)[0]["counts"]
-    given, whole = load_file(folder / "weights" / base / hf.SINGLE), {}
-    for file in (folder / name / "saved").glob("*.safetensors"):
-        whole |= load_file(file)
-    assert whole.keys() == given.keys()
-    assert all(torch.equal(whole[k], given[k]) for k in given)
+    given = load_file(folder / "weights" / base / hf.SINGLE)
+    whole = {k: v for file in (folder / name / "saved").glob("*.safetensors") for k, v in load_file(file).items()}
+    torch.testing.assert_close(whole, given, rtol=0, atol=0)
     if name in LAYOUTS and base != "prediction":  # which reads every copy of embedding and head
         slack = sum(t.nbytes for k, t in given.items() if k.endswith("correction_bias"))
         assert all(read <= held + slack for read, held in counts), "a rank read more than it holds"
@@ -187,8 +185,7 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, folder: Path) -> None:
 def test_parameters_that_fsdp2_shares_out_are_saved_whole(folder: Path) -> None:
     result(folder, "dp2")
     found, given = load_file(folder / "dp2" / "shared_out" / hf.SINGLE), load_file(folder / "weights" / "moe" / hf.SINGLE)
-    assert found.keys() == given.keys()
-    assert all(torch.equal(found[k], given[k]) for k in given)
+    torch.testing.assert_close(found, given, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", WITH_FOLDER)

@@ -66,8 +66,7 @@ def distances(config: ModelConfig, ours: Decoder, theirs: Any, documents: list[p
 def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     make, batches = CONFIGS[name]
     config = make()
-    state = parity.random_state(config)
-    weights.save_safetensors(config, state, tmp_path / "model")
+    state = parity.written(config, tmp_path / "model")
     ours, theirs = parity.ours(config, state), parity.theirs(tmp_path / "model")
     for what, batch in batches.items():
         documents = [parity.Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
