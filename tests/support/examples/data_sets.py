@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader
 from playbook_trainer.data.rows import make_rows
 
@@ -55,6 +56,15 @@ def encoded(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
     picture.save(out, format=kind, **options)
     return out.getvalue()
+
+
+def fingerprint(batch: Batch) -> tuple[bytes, ...]:
+    """Every number that the model gets."""
+    parts = [batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens]
+    if batch.vision is not None:
+        v = batch.vision
+        parts += [v.pixels_PC, v.cu_seqlens, v.rotary_P2, v.pos_index_4P, v.pos_weight_4P, v.visual_index_V]
+    return tuple(t.contiguous().numpy().tobytes() for t in parts)
 
 
 def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import config, jpeg, reading, samples
+from data_sets import config, fingerprint, jpeg, reading, samples
 from ranks import alive
 
 from playbook.errors import ConfigError
@@ -36,14 +36,6 @@ def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Tokens, labels and positions of each document."""
     cu = batch.cu_seqlens.tolist()
     return [(batch.tokens_N[a:b], batch.labels_N[a:b], batch.positions[..., a:b]) for a, b in itertools.pairwise(cu)]
-
-
-def fingerprint(batch: Batch) -> tuple[bytes, ...]:
-    parts = [batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens]
-    if batch.vision is not None:
-        v = batch.vision
-        parts += [v.pixels_PC, v.cu_seqlens, v.rotary_P2, v.pos_index_4P, v.pos_weight_4P, v.visual_index_V]
-    return tuple(t.contiguous().numpy().tobytes() for t in parts)
 
 
 def rows_of(run: list[list[Batch]]) -> list[bytes]:
