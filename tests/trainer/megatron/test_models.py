@@ -113,13 +113,6 @@ def result(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, torch.Ten
     return json.loads(found.read_text()), load_file(gradients) if name not in WEIGHTS_ALONE else {}
 
 
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of a gradient."""
-    assert found.keys() == expected.keys()
-    assert all(e.norm() > 0 for e in expected.values()), "a gradient of zero says nothing"
-    return max(float((found[name] - e).norm() / e.norm()) for name, e in expected.items())
-
-
 def note(model: str, against: str, ranks: int, far: dict[str, Any]) -> None:
     """A row of the parity page."""
     how = {"kernels": "local", "device": "CPU", "dtype": "fp32", "tolerance": TOLERANCE, "megatron_core": version("megatron-core")}
@@ -137,7 +130,7 @@ def test_transformers_computes_the_same(name: str, folder: Path) -> None:
     far = {
         "logits": float((ours - logits).norm() / logits.norm()),
         "loss": abs(found["loss"] / float(loss) - 1),
-        "gradients": worst(gradients, parity.their_gradients(config, theirs)),
+        "gradients": parity.worst_gradient(gradients, parity.their_gradients(config, theirs))[0],
     }
     note(name, "transformers", 1, far)
     assert max(far.values()) < TOLERANCE, far
@@ -152,7 +145,7 @@ def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
     loss.backward()
     found, gradients = result(folder, name)
     assert abs(found["loss"] / float(loss.detach()) - 1) < TOLERANCE
-    assert worst(gradients, {n: p.grad for n, p in ours.named_parameters()}) < TOLERANCE
+    assert parity.worst_gradient(gradients, {n: p.grad for n, p in ours.named_parameters()})[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in WEIGHTS_ALONE])
@@ -160,7 +153,7 @@ def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
 def test_a_layout_computes_what_one_rank_does(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0]
     (one, expected), (found, gradients) = result(folder, base), result(folder, name)
-    far = {"logits": None, "loss": abs(found["loss"] / one["loss"] - 1), "gradients": worst(gradients, expected)}
+    far = {"logits": None, "loss": abs(found["loss"] / one["loss"] - 1), "gradients": parity.worst_gradient(gradients, expected)[0]}
     note(f"{base} {name}", "one rank", LAYOUTS[name][1], far)
     assert max(far["loss"], far["gradients"]) < TOLERANCE, far
 

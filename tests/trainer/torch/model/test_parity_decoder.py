@@ -56,7 +56,7 @@ def distances(config: ModelConfig, ours: Decoder, theirs: Any, documents: list[p
     found_loss.backward()
     if packed.vision is None and config.vision is not None:
         return far  # without an image the tower has no gradient on either side
-    worst, whose = parity.worst_gradient(ours, parity.their_gradients(config, theirs))
+    worst, whose = parity.worst_gradient({n: p.grad for n, p in ours.named_parameters()}, parity.their_gradients(config, theirs))
     assert worst < 1e-3, f"{config}: gradient of {whose} differs by {worst:.1e}"
     return far | {"gradients": worst, "worst": whose}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from data_sets import samples
-from layout_runs import Job, assert_near, difference, note, train_all
+from layout_runs import Job, Runs, assert_near, difference, good, note, train_all
 from layout_table import LAYOUTS, SMALL, STEPS, every_pair, pairs_of
 from ranks import ROOT, steps, summary, trained
 
@@ -19,7 +19,7 @@ BY_NAME = {x.name: x for x in LAYOUTS if x.ranks < 8 or x in OF_EIGHT[:4] or os.
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All selected layouts and one rank beside them: the folder of all runs, and by name what went wrong."""
     root = tmp_path_factory.mktemp("layouts")
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
@@ -31,10 +31,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.timeout(8000)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.sample("moe-fsdp-ep2")
-def test_layout_equals_one_rank(name: str, runs: tuple[Path, dict[str, str | None]]) -> None:
-    (root, errors), layout = runs, BY_NAME[name]
-    assert (errors[name], errors[layout.alone.name]) == (None, None)
-    far = assert_near(root / name, root / layout.alone.name)
+def test_layout_equals_one_rank(name: str, runs: Runs) -> None:
+    layout = BY_NAME[name]
+    far = assert_near(good(runs, name), good(runs, layout.alone.name))
     assert far["steps"] == STEPS
     note([{"layout": name, "ranks": layout.ranks, **far}], "gloo")
 
