@@ -220,12 +220,8 @@ def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path
         change(path)
         cases[name] = (DENSE, f"init.weights={path}")
 
-    def index(content: Any) -> Callable[[Path], Any]:
-        def write(path: Path) -> None:
-            (path / weights.SINGLE).unlink()
-            (path / weights.INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
-
-        return write
+    def index(name: str, content: Any) -> None:
+        folder(name, lambda path: (path / weights.SINGLE).rename(path / weights.INDEX).write_text(json.dumps(content)))
 
     norm = "model.norm.weight"
     for key, value in {
@@ -253,12 +249,12 @@ def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path
     folder("shape", lambda p: parity.rewrite(p, lambda t: t.update({norm: torch.zeros(3)})))
     folder("kind", lambda p: parity.rewrite(p, lambda t: t.update({norm: t[norm].to(torch.int64)})))
     folder("8 bits", lambda p: parity.rewrite(p, lambda t: t.update({norm: t[norm].to(torch.float8_e4m3fn)})))
-    folder("index escapes", index({"weight_map": {norm: "../x.safetensors"}}))
-    folder("index absolute", index({"weight_map": {norm: "/etc/passwd"}}))
-    folder("index of numbers", index({"weight_map": {norm: 7}}))
-    folder("index text", index("hello"))
-    folder("index empty", index({}))
-    folder("index of nothing", index({"weight_map": {norm: "gone.safetensors"}}))
+    index("index escapes", {"weight_map": {norm: "../x.safetensors"}})
+    index("index absolute", {"weight_map": {norm: "/etc/passwd"}})
+    index("index of numbers", {"weight_map": {norm: 7}})
+    folder("index text", lambda p: (p / weights.SINGLE).rename(p / weights.INDEX).write_text("hello"))
+    index("index empty", {})
+    index("index of nothing", {"weight_map": {norm: "gone.safetensors"}})
     folder("own tokenizer", lambda p: (p / "tokenizer.json").touch())
     cases["gone"] = (DENSE, "init.weights=/nowhere/at/all")
     cases["a file"] = (DENSE, f"init.weights={__file__}")
