@@ -90,26 +90,32 @@ def test_sharding_divides_the_state_and_16_bit_moments_lower_it(world, words, sh
     assert found == pytest.approx(share * whole, rel=0.01 if "parallel.ep" in words else 1e-6)
 
 
-def test_copies_of_weights_that_stay_until_the_backward_pass_count():
+CAST = {"train.dtype": "bf16", "optimizer.master_weights": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "bytes_each"),
+    [
+        (1, CAST, 2),
+        (2, {**CAST, "parallel.fsdp": False}, 2),
+        (2, {**CAST, "parallel.reshard_after_forward": False}, 2),
+        (2, {**CAST, "parallel.tp": 2}, 2),
+        (1, {"train.dtype": "bf16", "optimizer.master_weights": "remainder"}, 0),  # weights in two halves are read where they lie
+        (1, {"offload.optimizer": True}, 4),
+        (1, {}, 0),
+        (2, {"parallel.tp": 2}, 0),
+    ],
+)
+def test_copies_of_weights_that_stay_until_the_backward_pass_count(world, words, bytes_each):
     """As measured on one and two ranks: what FSDP has handed out at the end of a forward pass is every weight, unless it is shared out."""
+    stage = dry_run(load(TEXT, words), world).stages[0]
+    assert stage.gathered == bytes_each * stage.held
 
-    def gathered(world, **overrides):
-        stage = dry_run(load(TEXT, overrides), world).stages[0]
-        return stage.gathered, stage.held
 
-    for world, words in ((1, {}), (2, {"parallel.fsdp": False}), (2, {"parallel.reshard_after_forward": False}), (2, {"parallel.tp": 2})):
-        copies, held = gathered(world, **{"train.dtype": "bf16", "optimizer.master_weights": "fp32", **words})
-        assert copies == 2 * held, words
-    split = {"train.dtype": "bf16", "optimizer.master_weights": "remainder"}
-    assert gathered(1, **split)[0] == 0, "weights in two halves are read where they lie"
-    copies, held = gathered(1, **{"offload.optimizer": True})
-    assert copies == 4 * held
-    assert gathered(1)[0] == 0
-    assert gathered(2, **{"parallel.tp": 2})[0] == 0
-    passing, held = gathered(2, **{"train.dtype": "bf16"})
-    assert passing < held, "two layers of four, at most"
-    experts = 2 * 4 * 4 * 3 * 64 * 64  # bytes, of four of eight experts in each of four layers
-    assert gathered(2, **{"train.dtype": "bf16", "parallel.ep": 2})[0] > experts, "no other rank has this rank's experts, so they stay"
+def test_weights_that_are_shared_out_pass_by_but_for_those_of_experts_that_no_other_rank_has():
+    passing, spread = (dry_run(load(TEXT, {"train.dtype": "bf16", **words}), 2).stages[0] for words in ({}, {"parallel.ep": 2}))
+    assert passing.gathered < passing.held, "two layers of four, at most"
+    assert spread.gathered > 2 * 4 * 4 * 3 * 64 * 64, "bytes, of four of eight experts in each of four layers"
 
 
 @pytest.mark.parametrize(
