@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from forking import Forks
 from ranks import alive, run, steps, summary, trained
-from wild import Bomb
+from wild import Called
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
@@ -160,7 +160,7 @@ def resumed(copy: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.full
 def test_a_hostile_checkpoint_runs_no_code(copy: Path, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    bomb = pickle.dumps(Bomb(marker))
+    bomb = pickle.dumps(Called(os.mkdir, str(marker)))
     (copy / "step_00000002" / ".metadata").write_bytes(bomb)
     assert resumed(copy)[0] == 0, "the library's own index is never read"
     shutil.rmtree(copy / "out")
