@@ -26,11 +26,6 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*"))
 
 
-def best_of(out: Path) -> tuple[int, float]:
-    rows = [(r["step"], r["eval_loss"]) for r in steps(out) if "eval_loss" in r]
-    return min(rows, key=lambda row: row[1])
-
-
 def header(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
     return found
@@ -42,7 +37,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(forks: Forks, tmp_path: Pat
     keeping = [f"checkpoint.dir={folder}", "checkpoint.keep_best=true", "checkpoint.keep=1", "checkpoint.every=3"]
     words = [TEXT, *QUICK, *RISES_AGAIN, *keeping, f"output={out}"]
     assert forks.run(words) == [0], forks.text(0)
-    step, loss = best_of(out)
+    loss, step = min((r["eval_loss"], r["step"]) for r in steps(out) if "eval_loss" in r)
     assert 1 < step < 6, "the learning rate is so high that the loss rises again"
     assert saved(folder) == [step, 6]
     assert (folder / "best").resolve().name == f"step_{step:08d}"

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 import torch
 from data_sets import VL, tar, write_parquet
-from safetensors.torch import load_file, save_file
 
 from playbook.paths import data_root
 from playbook_trainer.__main__ import main
@@ -217,31 +216,12 @@ def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path
 
     def folder(name: str, change: Callable[[Path], Any]) -> None:
         path = tmp_path / "weights" / name
-        weights.save_safetensors(model, parity.random_state(model), path)
+        parity.written(model, path)
         change(path)
         cases[name] = (DENSE, f"init.weights={path}")
 
-    def settings(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
-        def rewrite(path: Path) -> None:
-            found = json.loads((path / "config.json").read_text())
-            (path / "config.json").write_text(json.dumps(change(found)))
-
-        return rewrite
-
-    def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
-        def rewrite(path: Path) -> None:
-            found = load_file(path / weights.SINGLE)
-            change(found)
-            save_file(found, path / weights.SINGLE)
-
-        return rewrite
-
-    def index(content: Any) -> Callable[[Path], Any]:
-        def write(path: Path) -> None:
-            (path / weights.SINGLE).unlink()
-            (path / weights.INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
-
-        return write
+    def index(name: str, content: Any) -> None:
+        folder(name, lambda path: (path / weights.SINGLE).rename(path / weights.INDEX).write_text(json.dumps(content)))
 
     norm = "model.norm.weight"
     for key, value in {
@@ -252,8 +232,8 @@ def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path
         "rms_norm_eps": 1,
         "vocab_size": "x",
     }.items():
-        folder(f"config {key}", settings(lambda s, key=key, value=value: s | {key: value}))
-    folder("config list", settings(lambda s: [s]))
+        folder(f"config {key}", lambda p, key=key, value=value: parity.say(p, **{key: value}))
+    folder("config list", lambda p: (p / "config.json").write_text(f"[{(p / 'config.json').read_text()}]"))
     folder("config gone", lambda p: (p / "config.json").unlink())
     folder("config text", lambda p: (p / "config.json").write_text("hello"))
     folder("config deep", lambda p: (p / "config.json").write_text("[" * 10**5))
@@ -264,17 +244,17 @@ def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path
     folder("file lies", lambda p: (p / weights.SINGLE).write_bytes(b"\xff" * 7 + b"\x7f" + b"{}"))
     folder("file noise", lambda p: (p / weights.SINGLE).write_bytes(os.urandom(1000)))
     folder("pickle", lambda p: (p / weights.SINGLE).rename(p / "pytorch_model.bin"))
-    folder("missing", tensors(lambda t: t.pop(norm)))
-    folder("unexpected", tensors(lambda t: t.update(extra=torch.zeros(1))))
-    folder("shape", tensors(lambda t: t.update({norm: torch.zeros(3)})))
-    folder("kind", tensors(lambda t: t.update({norm: t[norm].to(torch.int64)})))
-    folder("8 bits", tensors(lambda t: t.update({norm: t[norm].to(torch.float8_e4m3fn)})))
-    folder("index escapes", index({"weight_map": {norm: "../x.safetensors"}}))
-    folder("index absolute", index({"weight_map": {norm: "/etc/passwd"}}))
-    folder("index of numbers", index({"weight_map": {norm: 7}}))
-    folder("index text", index("hello"))
-    folder("index empty", index({}))
-    folder("index of nothing", index({"weight_map": {norm: "gone.safetensors"}}))
+    folder("missing", lambda p: parity.rewrite(p, lambda t: t.pop(norm)))
+    folder("unexpected", lambda p: parity.rewrite(p, lambda t: t.update(extra=torch.zeros(1))))
+    folder("shape", lambda p: parity.rewrite(p, lambda t: t.update({norm: torch.zeros(3)})))
+    folder("kind", lambda p: parity.rewrite(p, lambda t: t.update({norm: t[norm].to(torch.int64)})))
+    folder("8 bits", lambda p: parity.rewrite(p, lambda t: t.update({norm: t[norm].to(torch.float8_e4m3fn)})))
+    index("index escapes", {"weight_map": {norm: "../x.safetensors"}})
+    index("index absolute", {"weight_map": {norm: "/etc/passwd"}})
+    index("index of numbers", {"weight_map": {norm: 7}})
+    folder("index text", lambda p: (p / weights.SINGLE).rename(p / weights.INDEX).write_text("hello"))
+    index("index empty", {})
+    index("index of nothing", {"weight_map": {norm: "gone.safetensors"}})
     folder("own tokenizer", lambda p: (p / "tokenizer.json").touch())
     cases["gone"] = (DENSE, "init.weights=/nowhere/at/all")
     cases["a file"] = (DENSE, f"init.weights={__file__}")

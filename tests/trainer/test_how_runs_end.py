@@ -11,11 +11,8 @@ import pytest
 import torch
 from forking import Forks
 from ranks import steps, summary
-from safetensors.torch import load_file, save_file
 
-from playbook.paths import data_root
 from playbook_bench.launch import outcome
-from playbook_trainer.config.tree import load
 from playbook_trainer.huggingface import weights
 
 TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_tiny.yaml"
@@ -122,13 +119,9 @@ def test_a_folder_that_rank_0_tries_and_removes_stops_no_other_rank(forks: Forks
 
 
 def test_weights_that_are_not_finite_name_their_tensor(forks: Forks, tmp_path: Path) -> None:
-    model = load(data_root("configs") / "qwen3_tiny.yaml").model
-    folder = tmp_path / "given"
-    weights.save_safetensors(model, parity.random_state(model), folder)
-    tensors = load_file(folder / weights.SINGLE)
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name][3, 5] = torch.nan
-    save_file(tensors, folder / weights.SINGLE)
+    folder, name = tmp_path / "given", "model.layers.1.mlp.down_proj.weight"
+    parity.written(parity.tiny("qwen3_tiny"), folder)
+    parity.rewrite(folder, lambda tensors: tensors[name][3, 5].fill_(torch.nan))
     words = [DENSE, "train.receipt=false", f"init.weights={folder}", f"output={tmp_path / 'out'}"]
     assert forks.run(words) == [2]
     assert f"{folder}: tensor {name} holds values that are not finite" in forks.text(0).splitlines()[-1]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from data_sets import samples
 from forking import Forks
 from ranks import SUPPORT, alive, steps, summary, tensors
 
@@ -276,9 +277,8 @@ def test_a_run_that_only_skips_ends(forks: Forks, tmp_path: Path) -> None:
 
 def test_steps_without_labels_change_nothing_but_the_count(forks: Forks, tmp_path: Path) -> None:
     """Every image is bad and skipped, so no sample bears a loss: zero over zero labels is no NaN."""
-    (tmp_path / "bad.jpg").write_bytes(Path("trainer/assets/vqa/brick_wall.jpg").read_bytes()[:9000])
-    line = json.dumps({"images": ["bad.jpg"], "question": "What?", "answer": "A wall."})
-    (tmp_path / "samples.jsonl").write_text(f"{line}\n" * 12)
+    cut_off = Path("trainer/assets/vqa/brick_wall.jpg").read_bytes()[:9000]
+    samples(tmp_path, [{"images": ["bad.jpg"], "question": "What?", "answer": "A wall."}] * 12, {"bad.jpg": cut_off})
     data = [f"data.path={tmp_path}", "data.num_workers=0", "data.pack=false", "data.max_image_pixels=16384", "data.on_bad_image=skip"]
     words = [
         VISION,

@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader
 from playbook_trainer.data.rows import make_rows
 
@@ -50,10 +52,23 @@ def reading(given: TrainerConfig, **options: Any) -> closing[Loader]:
     return closing(build_loader(given, **{"dp_rank": 0, "dp_size": 1, **options}))
 
 
-def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
+def encoded(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
-    Image.new("RGB", size, (number % 256, 20, 30)).save(out, format="JPEG")
+    picture.save(out, format=kind, **options)
     return out.getvalue()
+
+
+def fingerprint(batch: Batch) -> tuple[bytes, ...]:
+    """Every number that the model gets."""
+    parts = [batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens]
+    if batch.vision is not None:
+        v = batch.vision
+        parts += [v.pixels_PC, v.cu_seqlens, v.rotary_P2, v.pos_index_4P, v.pos_weight_4P, v.visual_index_V]
+    return tuple(t.contiguous().numpy().tobytes() for t in parts)
+
+
+def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
+    return encoded(Image.new("RGB", size, (number % 256, 20, 30)))
 
 
 def png(width: int, height: int) -> bytes:
@@ -102,6 +117,15 @@ def write_vqav2(folder: Path, subset: str = "train2014", count: int = 12) -> Pat
     annotations = [{"question_id": 10 * n, "image_id": n, "multiple_choice_answer": f"a{n}"} for n in reversed(range(count))]
     (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(json.dumps({"questions": questions}))
     (folder / f"v2_mscoco_{subset}_annotations.json").write_text(json.dumps({"annotations": annotations}))
+    return folder
+
+
+def samples(folder: Path, lines: Iterable[Any], images: Mapping[str, bytes]) -> Path:
+    """The folder, with these lines in its samples.jsonl and these images beside it."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, data in images.items():
+        (folder / name).write_bytes(data)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
 
 

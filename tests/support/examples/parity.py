@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from playbook.paths import data_root
 from playbook.yaml_files import read
@@ -52,6 +54,26 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
         is_scale = "norm" in rule.ours and rule.ours.endswith("weight")
         state[rule.ours] = 1 + 0.2 * noise if is_scale else noise * (1.0 if "router" in rule.ours else 0.06)
     return state
+
+
+def written(config: ModelConfig, folder: Path, **how: Any) -> dict[str, torch.Tensor]:
+    """Such weights, which lie in the folder as published ones do."""
+    state = random_state(config)
+    weights.save_safetensors(config, state, folder, **how)
+    return state
+
+
+def say(folder: Path, **settings: Any) -> None:
+    """Change the configuration of such a folder; what is set to None, it leaves out."""
+    said = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None or k not in settings}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a folder of one file."""
+    tensors = load_file(folder / weights.SINGLE)
+    change(tensors)
+    save_file(tensors, folder / weights.SINGLE)
 
 
 def ours(config: ModelConfig, state: dict[str, torch.Tensor], options: Options | None = None) -> Decoder:
@@ -183,9 +205,8 @@ def their_gradients(config: ModelConfig, model: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def worst_gradient(decoder: torch.nn.Module, expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst_gradient(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """The largest relative difference over all parameters (norm of the difference over the norm), and whose it is."""
-    found = {name: parameter.grad for name, parameter in decoder.named_parameters()}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert found[name] is not None, f"{name} got no gradient"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 VALUES: tuple[Any, ...] = (None, True, -1, 10**30, "x" * 500, [], {}, [None, {}], {"ranks": 5}, 0.5, "\x00")
@@ -22,11 +21,11 @@ def plant(rng: random.Random, place: Any) -> None:
             here = here[key]
 
 
-class Bomb:
-    """A pickle of it makes a folder where it is opened."""
+class Called:
+    """A pickle of it calls the function where it is opened: a bomb, if that is more than to make an object."""
 
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.parts = (function, arguments)
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
+        return self.parts

@@ -56,6 +56,17 @@ def train_all(
     return {job.name: errors.get(str(i), missing[i]) for i, job in enumerate(jobs)}
 
 
+Runs = tuple[Path, dict[str, str | None]]
+"""The folder of all runs, and by name what went wrong."""
+
+
+def good(runs: Runs, name: str) -> Path:
+    """The folder of a run that came to a good end."""
+    root, errors = runs
+    assert errors[name] is None, errors[name]
+    return root / name
+
+
 def difference(folder: Path, reference: Path) -> dict[str, float]:
     """The largest relative differences of loss and gradient norm over all steps, and the number of steps."""
     assert summary(folder)["outcome"] == "ok"

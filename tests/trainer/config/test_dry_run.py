@@ -61,49 +61,61 @@ def test_offload_moves_bytes_to_the_host_and_loses_none():
     assert sent.host + sent.activations == pytest.approx(plain.states + plain.activations)
 
 
-def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
-    def state(world, **overrides):
-        stages = dry_run(load(TEXT, {"train.global_batch_size": 8, **overrides}), world).stages
-        return max(s.states for s in stages)
-
-    whole = state(1)
-    assert state(4) == pytest.approx(whole / 4)
-    assert state(4, **{"parallel.fsdp": False}) == whole
-    assert state(4, **{"parallel.dp_replicate": 2}) == pytest.approx(whole / 2)
-    assert state(4, **{"parallel.ep": 2, "parallel.etp": 2}) == pytest.approx(whole / 4, rel=0.01)
-    assert state(4, **{"parallel.dp_replicate": 2, "parallel.ep": 4}) < 0.45 * whole, "experts that span the copies have one"
-    assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
-    assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)
-    split = {
-        "optimizer.master_weights": "remainder",
-        "train.dtype": "bf16",
-        "parallel.reduce_dtype": "bf16",
-        "optimizer.moments_dtype": "bf16",
-    }
-    assert state(8, **split) == pytest.approx(whole / 8 * 10 / 16), "2 weight, 2 remainder, 2 gradient, 4 moments"
-    assert state(4, **split) == pytest.approx(whole / 4 * 12 / 16), "two micro-batches add to a gradient in float32"
+SPLIT = {
+    "optimizer.master_weights": "remainder",
+    "train.dtype": "bf16",
+    "parallel.reduce_dtype": "bf16",
+    "optimizer.moments_dtype": "bf16",
+}
 
 
-def test_copies_of_weights_that_stay_until_the_backward_pass_count():
+@pytest.mark.parametrize(
+    ("world", "words", "share"),
+    [
+        (4, {}, 1 / 4),
+        (4, {"parallel.fsdp": False}, 1),
+        (4, {"parallel.dp_replicate": 2}, 1 / 2),
+        (4, {"parallel.ep": 2, "parallel.etp": 2}, 1 / 4),
+        (4, {"parallel.ep": 4}, 1 / 4),
+        (4, {"parallel.dp_replicate": 2, "parallel.ep": 4}, 0.3),  # experts, four fifths of it, span the copies and have one
+        (1, {"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}, 12 / 16),
+        (8, SPLIT, 10 / 16 / 8),  # 2 weight, 2 remainder, 2 gradient, 4 moments
+        (4, SPLIT, 12 / 16 / 4),  # two micro-batches add to a gradient in float32
+    ],
+)
+def test_sharding_divides_the_state_and_16_bit_moments_lower_it(world, words, share):
+    whole, found = (
+        dry_run(load(TEXT, {"train.global_batch_size": 8, **w}), ranks).stages[0].states for ranks, w in ((1, {}), (world, words))
+    )
+    assert found == pytest.approx(share * whole, rel=0.01 if "parallel.ep" in words else 1e-6)
+
+
+CAST = {"train.dtype": "bf16", "optimizer.master_weights": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "bytes_each"),
+    [
+        (1, CAST, 2),
+        (2, {**CAST, "parallel.fsdp": False}, 2),
+        (2, {**CAST, "parallel.reshard_after_forward": False}, 2),
+        (2, {**CAST, "parallel.tp": 2}, 2),
+        (1, {"train.dtype": "bf16", "optimizer.master_weights": "remainder"}, 0),  # weights in two halves are read where they lie
+        (1, {"offload.optimizer": True}, 4),
+        (1, {}, 0),
+        (2, {"parallel.tp": 2}, 0),
+    ],
+)
+def test_copies_of_weights_that_stay_until_the_backward_pass_count(world, words, bytes_each):
     """As measured on one and two ranks: what FSDP has handed out at the end of a forward pass is every weight, unless it is shared out."""
+    stage = dry_run(load(TEXT, words), world).stages[0]
+    assert stage.gathered == bytes_each * stage.held
 
-    def gathered(world, **overrides):
-        stage = dry_run(load(TEXT, overrides), world).stages[0]
-        return stage.gathered, stage.held
 
-    for world, words in ((1, {}), (2, {"parallel.fsdp": False}), (2, {"parallel.reshard_after_forward": False}), (2, {"parallel.tp": 2})):
-        copies, held = gathered(world, **{"train.dtype": "bf16", "optimizer.master_weights": "fp32", **words})
-        assert copies == 2 * held, words
-    split = {"train.dtype": "bf16", "optimizer.master_weights": "remainder"}
-    assert gathered(1, **split)[0] == 0, "weights in two halves are read where they lie"
-    copies, held = gathered(1, **{"offload.optimizer": True})
-    assert copies == 4 * held
-    assert gathered(1)[0] == 0
-    assert gathered(2, **{"parallel.tp": 2})[0] == 0
-    passing, held = gathered(2, **{"train.dtype": "bf16"})
-    assert passing < held, "two layers of four, at most"
-    experts = 2 * 4 * 4 * 3 * 64 * 64  # bytes, of four of eight experts in each of four layers
-    assert gathered(2, **{"train.dtype": "bf16", "parallel.ep": 2})[0] > experts, "no other rank has this rank's experts, so they stay"
+def test_weights_that_are_shared_out_pass_by_but_for_those_of_experts_that_no_other_rank_has():
+    passing, spread = (dry_run(load(TEXT, {"train.dtype": "bf16", **words}), 2).stages[0] for words in ({}, {"parallel.ep": 2}))
+    assert passing.gathered < passing.held, "two layers of four, at most"
+    assert spread.gathered > 2 * 4 * 4 * 3 * 64 * 64, "bytes, of four of eight experts in each of four layers"
 
 
 @pytest.mark.parametrize(
@@ -176,18 +188,25 @@ def test_the_table_names_the_fullest_stage(capsys):
     assert "a rank of stage 1 holds" in out
 
 
+RUN = ["--dry-run", "--gpus", "1024", str(LARGE)]
+ODD = "model={preset: deepseek_v3_tiny, qk_rope_head_dim: 7, head_dim: 23}"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.pp=5"], "24 layers do not divide into pp 5"),
-        (["parallel.ep=3"], "128 experts do not divide over ep 3"),
-        (["train.recompute=selective"], "names no modules"),
-        (["train.global_batch_size=7"], "global batch 7 is not a multiple"),
-        (["train.stpes=3"], "did you mean 'steps'"),
+        ([*RUN, "parallel.pp=5"], "24 layers do not divide into pp 5"),
+        ([*RUN, "parallel.ep=3"], "128 experts do not divide over ep 3"),
+        ([*RUN, "train.recompute=selective"], "names no modules"),
+        ([*RUN, "train.global_batch_size=7"], "global batch 7 is not a multiple"),
+        ([*RUN, "train.stpes=3"], "did you mean 'steps'"),
+        (["--dry-run", str(TEXT), ODD], "qk_rope_head_dim 7 is odd"),
+        (["--dry-run", "--build", "--gpus", "4", str(LARGE)], "--build builds models of the megatron backend"),
+        (["--build", str(LARGE)], "say --dry-run too"),
     ],
 )
-def test_what_cannot_run_is_one_line_and_exit_code_2(capsys, words, says):
-    assert says in refused(capsys, "train", "--dry-run", "--gpus", "1024", str(LARGE), *words)
+def test_what_cannot_run_or_be_built_is_one_line_and_exit_code_2(capsys, words, says):
+    assert says in refused(capsys, "train", *words)
 
 
 @pytest.mark.parametrize(
@@ -224,28 +243,12 @@ def test_the_largest_seed_draws_weights():
     assert value.isfinite().all()
 
 
-def test_the_part_of_a_head_that_turns_is_even(capsys):
-    model = "{preset: deepseek_v3_tiny, qk_rope_head_dim: 7, head_dim: 23}"
-    assert "qk_rope_head_dim 7 is odd" in refused(capsys, "train", "--dry-run", str(TEXT), f"model={model}")
-
-
 def test_the_other_backend_is_counted_by_its_own_rules():
     torch_state = dry_run(load(LARGE), 4).stages[0].states
     found = dry_run(load(LARGE, {"backend": "megatron"}), 4).stages[0]
     assert found.states > torch_state, "the distributed optimizer shards neither weights nor gradients"
     with pytest.raises(ConfigError, match="belongs to the torch backend"):
         dry_run(load(LARGE, {"backend": "megatron", "train.fused_loss": True}), 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--dry-run", "--build", "--gpus", "4", str(LARGE)], "--build builds models of the megatron backend"),
-        (["--build", str(LARGE)], "say --dry-run too"),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(capsys, words, says):
-    assert says in refused(capsys, "train", *words)
 
 
 def test_the_claim_fails_where_a_fault_is_none():

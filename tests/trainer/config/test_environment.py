@@ -22,21 +22,42 @@ def test_a_local_launch_gets_what_a_job_gets():
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
-def test_what_the_user_set_stays():
-    config = load(TINY, {"backend": "megatron", "parallel.cp": 2})
-    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert environment.apply(config, given, "hopper") == {}
-    assert given == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+WIDE = {"backend": "megatron", "model.hidden_size": 128, "model.expert_ffn_size": 128}
+CUTLASS, CUBLAS = ({**WIDE, "megatron.grouped_gemm": gemm} for gemm in ("cutlass", "cublas"))
+OWN_KERNEL = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 
 
-def test_connections_that_would_serialise_fsdp_are_refused():
-    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1.*unset it"):
-        environment.apply(load(TINY, FSDP), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "hopper")
-    assert environment.apply(load(TINY, FSDP), {}, "hopper") == {}
+@pytest.mark.parametrize(
+    ("config", "words", "given", "added"),
+    [
+        (TINY, {"backend": "megatron", "parallel.cp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {}),
+        (TINY, FSDP, {}, {}),
+        (TINY, {"parallel.cp": 2, "parallel.fsdp": False}, {}, {}),
+        (TINY, CUTLASS, {}, {OWN_KERNEL: "1"}),
+        (TINY, CUTLASS, {OWN_KERNEL: "1"}, {}),
+        (TINY, CUBLAS, {}, {}),
+        (data_root("configs") / "qwen3_tiny.yaml", {"backend": "megatron"}, {OWN_KERNEL: "1"}, {}),
+        (TINY, {"parallel.comm_sms": 16}, {}, {"NCCL_MAX_CTAS": "16"}),
+        (TINY, {"parallel.comm_sms": 16}, {"NCCL_MAX_CTAS": "8"}, {}),
+    ],
+)
+def test_what_a_configuration_needs_is_added_and_what_the_user_set_stays(config, words, given, added):
+    found = {**given}
+    assert environment.apply(load(config, words), found, "hopper") == added
+    assert found == given | added
 
 
-def test_the_torch_backend_is_left_alone():
-    assert environment.apply(load(TINY, {"parallel.cp": 2, "parallel.fsdp": False}), {}, "hopper") == {}
+@pytest.mark.parametrize(
+    ("words", "given", "said"),
+    [
+        (FSDP, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, r"CUDA_DEVICE_MAX_CONNECTIONS is 1.*unset it"),
+        (CUTLASS, {OWN_KERNEL: "0"}, rf"{OWN_KERNEL} is '0' and megatron.grouped_gemm is .*unset"),
+        (CUBLAS, {OWN_KERNEL: "1"}, rf"{OWN_KERNEL} is '1' and megatron.grouped_gemm is .*unset"),
+    ],
+)
+def test_what_the_user_set_against_the_configuration_is_refused(words, given, said):
+    with pytest.raises(ConfigError, match=said):
+        environment.apply(load(TINY, words), given, "hopper")
 
 
 @pytest.mark.parametrize(("said", "platform"), [("9.0\n9.0", "hopper"), ("10.0", "blackwell"), ("12.1", "blackwell"), ("", "hopper")])
@@ -49,28 +70,6 @@ def test_the_platform_is_what_the_driver_reports(said, platform, tmp_path, monke
     assert environment.this_platform({"NVLINK_DOMAIN_SIZE": "72"}) == "nvl72"
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert environment.this_platform({}) == "cpu"
-
-
-def test_one_kernel_for_all_experts_is_transformer_engines_own_switch():
-    chosen, plain = (
-        load(TINY, {"backend": "megatron", "megatron.grouped_gemm": g, "model.hidden_size": 128, "model.expert_ffn_size": 128})
-        for g in ("cutlass", "cublas")
-    )
-    assert environment.apply(chosen, {}, "hopper") == {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
-    assert environment.apply(plain, {}, "hopper") == {}
-    for config, said in ((chosen, "0"), (plain, "1")):
-        with pytest.raises(ConfigError, match=rf"NVTE_USE_CUTLASS_GROUPED_GEMM is '{said}' and megatron.grouped_gemm is .*unset"):
-            environment.apply(config, {"NVTE_USE_CUTLASS_GROUPED_GEMM": said}, "hopper")
-    assert environment.apply(chosen, {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, "hopper") == {}
-    dense = load(data_root("configs") / "qwen3_tiny.yaml", {"backend": "megatron"})
-    assert environment.apply(dense, {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, "hopper") == {}
-
-
-def test_collectives_keep_to_their_multiprocessors_on_the_torch_backend():
-    config = load(TINY, {"parallel.comm_sms": 16})
-    assert environment.apply(config, {}, "hopper") == {"NCCL_MAX_CTAS": "16"}
-    given = {"NCCL_MAX_CTAS": "8"}
-    assert environment.apply(config, given, "hopper") == {}
 
 
 @pytest.mark.parametrize(("gpus", "local_rank"), [(0, 0), (2, 2)])

@@ -97,21 +97,28 @@ def test_what_is_no_conversation_is_named(entry: dict[str, Any], expected: str, 
         check(config(VL, **data(tmp_path, [entry] * 2)))
 
 
-def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path: Path) -> None:
-    given = data(tmp_path, [BOTH[0]] * 2)
-    (tmp_path / "model" / "chat_template.jinja").write_text(
-        TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last or message.role == 'user' else '...' }}")
-    )
-    with pytest.raises(DataError, match="renders answer 1 otherwise once more turns follow, or leaves it out"):
-        check(config(VL, **given))
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for")
-    with pytest.raises(ConfigError, match="no Jinja that can be read"):
-        check(config(VL, **given))
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match=r"has no chat_template\.jinja"):
-        check(config(VL, **given))
-    with pytest.raises(ConfigError, match=r"set data\.tokenizer to the tokenizer\.json of a chat model"):
-        check(config(VL, **given | {"data__tokenizer": "byte"}))
+REWRITES = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last or message.role == 'user' else '...' }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "said"),
+    [
+        (REWRITES, {}, "renders answer 1 otherwise once more turns follow, or leaves it out"),
+        ("{% for", {}, "no Jinja that can be read"),
+        (None, {}, r"has no chat_template\.jinja"),
+        (None, {"data__tokenizer": "byte"}, r"set data\.tokenizer to the tokenizer\.json of a chat model"),
+    ],
+)
+def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(
+    template: str | None, words: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    given, path = data(tmp_path, [BOTH[0]] * 2), tmp_path / "model" / "chat_template.jinja"
+    if template is None:
+        path.unlink()
+    else:
+        path.write_text(template)
+    with pytest.raises(DataError if template == REWRITES else ConfigError, match=said):
+        check(config(VL, **given | words))
 
 
 @pytest.mark.full
@@ -125,8 +132,7 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
     for n in (0, 1):
         (photographs / f"{n}.jpg").write_bytes(jpeg(n, (96, 64)))
     (photographs / "conversations.jsonl").write_text(lines * 10)
-    model = parity.tiny("qwen3_vl_tiny")
-    weights.save_safetensors(model, parity.random_state(model), folder)
+    parity.written(parity.tiny("qwen3_vl_tiny"), folder)
     chat_tokenizer(folder)
     less = ["train.steps=3", "train.warmup_steps=1", "optimizer.warmup_steps=0", "train.global_batch_size=2"]
     less += ["data.seq_len=256", "data.num_workers=0", "eval.every=2", "checkpoint.every=2"]

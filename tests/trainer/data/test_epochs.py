@@ -21,9 +21,9 @@ from playbook_trainer.data.rows import make_rows
 def texts(tmp_path: Path) -> Callable[..., str]:
     """Writes so many documents, each of its own letters, and gives their path."""
 
-    def write(count: int, name: str = "train", first: int = 0) -> str:
+    def write(count: int, name: str = "train") -> str:
         path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"<{name} {i}>" + "x" * (7 * i % 40)}) + "\n" for i in range(first, first + count)))
+        path.write_text("".join(json.dumps({"text": f"<{name} {i}>" + "x" * (7 * i % 40)}) + "\n" for i in range(count)))
         return str(path)
 
     return write

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from data_sets import chat_tokenizer, config, jpeg, tar, text_file, write_parquet
+from data_sets import chat_tokenizer, config, jpeg, samples, tar, text_file, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -90,13 +90,9 @@ def test_an_epoch_reads_every_piece_of_every_text_once(
     tokens = sum(lengths) + len(lengths)
     batches = [b for step in islice(build_loader(resolved, dp_rank=0, dp_size=1), steps) for b in step]
     assert sum(b.num_useful for b in batches) >= tokens
-    if steps * batch == make_rows_of_an_epoch(resolved):
+    if steps * batch == epoch_plan(resolved).rows(0):
         assert sum(b.num_useful for b in batches) == tokens
         assert sum(b.num_loss for b in batches) == tokens - expected.total(), "all but the first token of each piece"
-
-
-def make_rows_of_an_epoch(given: TrainerConfig) -> int:
-    return epoch_plan(given).rows(0)
 
 
 @once
@@ -132,19 +128,16 @@ def test_few_long_texts_hold_out_a_tenth_of_their_pieces(texts: int, tmp_path: P
     assert 0.08 * total < len(seen["eval"]) < 0.12 * total
 
 
-def samples(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layout: str) -> list[tuple[int, bytes]]:
+def counted(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layout: str) -> list[tuple[int, bytes]]:
     """Samples with so many images each, in a layout; the number of images and the text of each."""
-    folder.mkdir(parents=True, exist_ok=True)
     encoded = [jpeg(0, size) for size in sizes]
     texts = [(f"q{i}" + "?" * (11 * i % 29), f"a{i}" + "!" * (7 * i % 13)) for i in range(len(counts))]
     if layout == "files":
-        for n, data in enumerate(encoded):
-            (folder / f"{n}.jpg").write_bytes(data)
         lines = [
             {"images": [f"{(i + n) % len(sizes)}.jpg" for n in range(count)], "question": q, "answer": a}
             for i, (count, (q, a)) in enumerate(zip(counts, texts, strict=True))
         ]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        samples(folder, lines, {f"{n}.jpg": data for n, data in enumerate(encoded)})
     elif layout == "webdataset":
         for shard in range(2):
             members = []
@@ -194,11 +187,11 @@ def test_an_epoch_reads_every_sample_and_image_once(
 ) -> None:
     folder = tmp_path_factory.mktemp("samples")
     counts = [1] * len(counts) if layout == "vqav2" else counts
-    expected = samples(folder, counts, sizes, layout)
+    expected = counted(folder, counts, sizes, layout)
     words: dict[str, Any] = {"data__seq_len": 1024, "data__pack": pack, "train__global_batch_size": batch, "train__epochs": 1}
     given = with_steps(settings_of(folder, VL, **words, eval__path=str(folder), eval__every=1))
     rows, seen, tokens = make_rows(given, "train"), Counter[tuple[int, bytes]](), 0
-    every = make_rows_of_an_epoch(given)
+    every = epoch_plan(given).rows(0)
     for k in range(every):
         for document in rows.row(k):
             text = bytes(t for t in document.tokens.tolist() if t < EOS)
@@ -260,7 +253,7 @@ def test_an_epoch_reads_every_conversation_once(
     words |= {"data__kind": "chat", "data__tokenizer": str(chat_tokenizer(folder)), "eval__path": str(folder / name), "eval__every": 1}
     given = with_steps(settings_of(folder / name, VL, **words))
     rows, seen = make_rows(given, "train"), Counter[tuple[int, ...]]()
-    every = make_rows_of_an_epoch(given)
+    every = epoch_plan(given).rows(0)
     for k in range(every):
         seen.update(tuple(document.tokens.tolist()) for document in rows.row(k))
     each = visual(size)
@@ -320,9 +313,8 @@ def test_a_sample_that_is_left_out_is_counted_once_an_epoch(tmp_path: Path) -> N
     ],
 )
 def test_no_image_is_passed_over(sample: dict[str, Any], said: str, tmp_path: Path) -> None:
-    samples(tmp_path, [1, 1], [(40, 40)], "files")
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write(json.dumps(sample) + "\n")
+    good = {"images": ["0.jpg"], "question": "q", "answer": "a"}
+    samples(tmp_path, [good, good, sample], {"0.jpg": jpeg(0)})
     with pytest.raises(DataError, match=said):
         check(settings_of(tmp_path, VL))
 

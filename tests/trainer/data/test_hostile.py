@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import tarfile
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,52 +26,50 @@ from playbook_trainer.data.sources import shards
 from playbook_trainer.data.sources.shards import Member, tar_samples, text_groups
 
 
-def hostile(kind: str, folder: Path) -> None:
-    good = [("0.jpg", jpeg(0)), ("0.json", b'{"question": "q", "answer": "a"}')]
-    if kind == "link":
-        with tarfile.open(folder / "x.tar", "w") as archive:
-            info = tarfile.TarInfo("0.jpg")
-            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            archive.addfile(info)
-    elif kind == "truncated":
-        path = tar(folder / "x.tar", good)
-        path.write_bytes(path.read_bytes()[:700])
-    elif kind == "lying size":
-        info = tarfile.TarInfo("0.jpg")
-        info.size = 2**40
-        (folder / "x.tar").write_bytes(info.tobuf() + b"\0" * 2048)
-    elif kind == "gzip":
-        with tarfile.open(folder / "x.tar", "w:gz") as archive:
-            archive.add(__file__, "a.txt")
-    elif kind == "noise":
-        (folder / "x.tar").write_bytes(np.random.default_rng(0).bytes(4096))
-    elif kind == "video":
-        tar(folder / "x.tar", [("0.mp4", b"x"), ("0.json", b'{"question": "q", "answer": "a"}')] + good * 10)
-    elif kind == "no text":
-        tar(folder / "x.tar", [("0.jpg", jpeg(0))] * 20)
-    elif kind == "deep json":
-        tar(folder / "x.tar", [("0.jpg", jpeg(0)), ("0.json", b"[" * 200_000)])
-    elif kind == "outside":
-        (folder / "x.tar").symlink_to("/etc/hostname")
-    elif kind == "one kind twice":
-        tar(folder / "x.tar", good * 20)
-    elif kind == "negative size":
-        header = bytearray(tarfile.TarInfo("1.jpg").tobuf())
-        header[124:136] = (2**96 - tarfile.BLOCKSIZE).to_bytes(12, "big")  # the next header would be this one again
-        header[148:156] = b"%06o\0 " % sum(header[:148] + b" " * 8 + header[156:])
-        before = tarfile.TarInfo("0.jpg").tobuf()
-        (folder / "x.tar").write_bytes(before + bytes(header) + b"\0" * 2048)
+def header(name: str, **fields: Any) -> bytes:
+    """Of a member of a shard."""
+    info = tarfile.TarInfo(name)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info.tobuf()
 
 
-HOSTILE = [
-    "link", "truncated", "lying size", "gzip", "noise", "video", "no text", "deep json", "outside", "one kind twice", "negative size",
-]  # fmt: skip
+def negative_size() -> bytes:
+    """So that the next header would be this one again."""
+    made = bytearray(header("1.jpg"))
+    made[124:136] = (2**96 - tarfile.BLOCKSIZE).to_bytes(12, "big")
+    made[148:156] = b"%06o\0 " % sum(made[:148] + b" " * 8 + made[156:])
+    return bytes(made)
+
+
+GOOD = [("0.jpg", jpeg(0)), ("0.json", b'{"question": "q", "answer": "a"}')]
+END = b"\0" * 2048
+MEMBERS = {
+    "video": [("0.mp4", b"x"), GOOD[1], *GOOD * 10],
+    "no text": [GOOD[0]] * 20,
+    "deep json": [GOOD[0], ("0.json", b"[" * 200_000)],
+    "one kind twice": GOOD * 20,
+}
+HOSTILE = {
+    "link": header("0.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd") + END,
+    "truncated": (header("0.jpg", size=len(jpeg(0))) + jpeg(0))[:700],
+    "lying size": header("0.jpg", size=2**40) + END,
+    "gzip": gzip.compress(header("a.txt") + END),
+    "noise": np.random.default_rng(0).bytes(4096),
+    "negative size": header("0.jpg") + negative_size() + END,
+}
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", [*MEMBERS, *HOSTILE, "outside"])
 def test_hostile_shards_are_one_clear_error(tmp_path: Path, kind: str) -> None:
-    hostile(kind, tmp_path)
+    path = tmp_path / "x.tar"
+    if kind in MEMBERS:
+        tar(path, MEMBERS[kind])
+    elif kind in HOSTILE:
+        path.write_bytes(HOSTILE[kind])
+    else:
+        path.symlink_to("/etc/hostname")
     with pytest.raises(DataError, match=r"x\.tar"):
         check(config(VL, data__path=str(tmp_path), data__source="webdataset"))
 
@@ -171,15 +173,22 @@ def test_a_row_group_that_would_fill_the_memory_of_a_worker_is_refused_unread(tm
 
 def big_member(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -> None:
     """A shard with one member that takes no room on the disk, behind a sample."""
-    info = tarfile.TarInfo(name)
-    info.size, info.type = size, kind
-    with path.open("wb") as file:
-        for given, data in [("a.jpg", jpeg(0)), ("a.txt", b"a")]:
-            before = tarfile.TarInfo(given)
-            before.size = len(data)
-            file.write(before.tobuf() + data + b"\0" * (-len(data) % tarfile.BLOCKSIZE))
-        file.write(info.tobuf(tarfile.GNU_FORMAT))
-        file.truncate(file.tell() + size + 2 * tarfile.BLOCKSIZE)
+    sample = [
+        header(given, size=len(data)) + data + b"\0" * (-len(data) % tarfile.BLOCKSIZE)
+        for given, data in (("a.jpg", jpeg(0)), ("a.txt", b"a"))
+    ]
+    path.write_bytes(b"".join([*sample, header(name, size=size, type=kind)]))
+    os.truncate(path, path.stat().st_size + size + 2 * tarfile.BLOCKSIZE)
+
+
+@contextmanager
+def in_little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -194,25 +203,15 @@ def big_member(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) 
 )
 def test_members_that_would_fill_the_memory_of_a_worker_are_refused_unread(name: str, kind: bytes, message: str, tmp_path: Path) -> None:
     big_member(tmp_path / "x.tar", name, 64 * 2**20, kind)
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match=message):
-            list(tar_samples([tmp_path / "x.tar"], "x").head())
-        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
-    finally:
-        tracemalloc.stop()
+    with in_little_memory(), pytest.raises(DataError, match=message):
+        list(tar_samples([tmp_path / "x.tar"], "x").head())
 
 
 def test_an_image_in_a_shard_that_is_too_large_is_a_bad_one_of_that_kind(tmp_path: Path) -> None:
     big_member(tmp_path / "x.tar", "b.jpg", 300 * 2**20)
     image = Member(tmp_path / "x.tar", "b.jpg", 4096, 300 * 2**20)
-    tracemalloc.start()
-    try:
-        with pytest.raises(BadImage, match="more than 256 MiB") as found:
-            header_size(image)
-        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
-    finally:
-        tracemalloc.stop()
+    with in_little_memory(), pytest.raises(BadImage, match="more than 256 MiB") as found:
+        header_size(image)
     assert found.value.kind == "too_large"
 
 

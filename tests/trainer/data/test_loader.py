@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import config, reading
-from PIL import Image
+from data_sets import config, fingerprint, jpeg, reading, samples
 from ranks import alive
 
 from playbook.errors import ConfigError
@@ -38,14 +36,6 @@ def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Tokens, labels and positions of each document."""
     cu = batch.cu_seqlens.tolist()
     return [(batch.tokens_N[a:b], batch.labels_N[a:b], batch.positions[..., a:b]) for a, b in itertools.pairwise(cu)]
-
-
-def fingerprint(batch: Batch) -> tuple[bytes, ...]:
-    parts = [batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens]
-    if batch.vision is not None:
-        v = batch.vision
-        parts += [v.pixels_PC, v.cu_seqlens, v.rotary_P2, v.pos_index_4P, v.pos_weight_4P, v.visual_index_V]
-    return tuple(t.contiguous().numpy().tobytes() for t in parts)
 
 
 def rows_of(run: list[list[Batch]]) -> list[bytes]:
@@ -93,9 +83,7 @@ def test_without_padding_rows_keep_their_length() -> None:
 
 
 def test_the_loss_is_on_the_answer_alone(tmp_path: Path) -> None:
-    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    lines = [{"images": ["a.png"], "question": "Which?", "answer": "this"}] * 2
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    samples(tmp_path, [{"images": ["a.png"], "question": "Which?", "answer": "this"}] * 2, {"a.png": jpeg(0, (64, 64))})
     batch = steps(config(VL, data__path=str(tmp_path), train__global_batch_size=1), 1)[0][0]
     tokens, labels, _ = documents(batch)[0]
     assert bytes(labels[labels != IGNORE][:-1].tolist()) == b"this"

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from data_sets import TEXT, VL, config, reading, write_parquet
+from data_sets import TEXT, VL, config, jpeg, reading, samples, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import parse_overrides
@@ -24,14 +23,6 @@ from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
 from playbook_trainer.data.sources.streams import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
-
-
-def samples(folder: Path, lines: list[Any], images: dict[str, tuple[int, int]]) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, size in images.items():
-        Image.new("RGB", size, (10, 20, 30)).save(folder / name)
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return folder
 
 
 class Lengths:
@@ -139,7 +130,7 @@ TOO_LONG = [
 
 
 def test_a_sample_that_is_too_long_is_dropped_whole_unless_its_answer_may_be_cut(tmp_path: Path) -> None:
-    path = str(samples(tmp_path / "set", TOO_LONG, {"a.png": (256, 256), "b.png": (128, 256)}))
+    path = str(samples(tmp_path / "set", TOO_LONG, {"a.png": jpeg(0, (256, 256)), "b.png": jpeg(1, (128, 256))}))
     base = {"data__path": path, "data__seq_len": 80, "data__pack": False, "train__global_batch_size": 1}
     for policy, texts, dropped in (
         ("drop", {b"short?yes", b"q" * 20 + b"no"}, {":3", ":4", ":5"}),
@@ -215,7 +206,7 @@ def test_one_bad_row_is_left_out_by_policy_counted_and_named_once_also_after_res
 
 def test_the_layout_of_a_sample(tmp_path: Path) -> None:
     lines = [{"images": ["a.png", "b.png"], "question": "Qu", "answer": "An"}, {"images": [], "question": "", "answer": ""}]
-    path = str(samples(tmp_path / "set", lines, {"a.png": (64, 32), "b.png": (32, 96)}))
+    path = str(samples(tmp_path / "set", lines, {"a.png": jpeg(0, (64, 32)), "b.png": jpeg(1, (32, 96))}))
     document = make_rows(config(VL, data__path=path), "train").row(0)[0]
     assert document.tokens.tolist() == [259, 258, 258, 260, 259, 258, 258, 258, 260, *b"Qu", *b"An", 256]
     assert document.loss_from == 11
@@ -241,7 +232,7 @@ def test_mock_rows_are_full_and_cut_at_real_lengths() -> None:
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "link.png", "missing.png", "a\0b", "x" * 5000, "loop.png"])
 def test_images_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     folder = samples(tmp_path / "set", [{"images": [name], "question": "q", "answer": "a"}] * 2, {})
-    Image.new("RGB", (32, 32)).save(tmp_path / "secret.png")
+    (tmp_path / "secret.png").write_bytes(jpeg(0))
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "loop.png").symlink_to("loop.png")
     with pytest.raises(DataError, match=r"samples\.jsonl:1"):
@@ -391,12 +382,12 @@ def test_byte_tokens_are_the_bytes() -> None:
 
 def test_data_sha_sees_text_images_seed_and_sizes_but_not_layout(tmp_path: Path) -> None:
     lines = [{"images": ["a.png"], "question": f"q{i}", "answer": "a"} for i in range(12)]
-    folder = samples(tmp_path / "set", lines, {"a.png": (96, 96)})
+    folder = samples(tmp_path / "set", lines, {"a.png": jpeg(0, (96, 96))})
     base = {"data__path": str(folder), "data__seq_len": 128}
     first = data_sha(config(VL, **base))
     assert data_sha(config(VL, **base)) == first
     assert data_sha(config(VL, **base, train__micro_batch_size=2, data__num_workers=3)) == first
     assert data_sha(config(VL, **base, seed=5)) != first
     assert data_sha(config(VL, **base, data__max_image_pixels=4096)) != first
-    Image.new("RGB", (96, 96), (11, 20, 30)).save(folder / "a.png")
+    (folder / "a.png").write_bytes(jpeg(1, (96, 96)))
     assert data_sha(config(VL, **base)) != first

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TEXT, TEXTS, VL, config, jpeg, reading, shard, text_source, vqa_source, words_of
+from data_sets import TEXT, TEXTS, VL, config, fingerprint, jpeg, reading, shard, text_source, vqa_source, words_of
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config import checks
@@ -59,11 +59,6 @@ def test_image_layouts_give_each_sample_once_with_its_own_image(tmp_path: Path, 
         assert (image.height, image.width) == (64, 64)
 
 
-def fingerprint(batches: list[Any]) -> list[tuple[bytes, ...]]:
-    parts = [(b.tokens_N, b.labels_N, b.cu_seqlens, *([b.vision.pixels_PC] if b.vision else [])) for b in batches]
-    return [tuple(t.numpy().tobytes() for t in tensors) for tensors in parts]
-
-
 def batches_of(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[list[Any]], dict[str, Any]]:
     with reading(cfg, **options) as loader:
         return list(itertools.islice(loader, steps)), loader.state()
@@ -86,8 +81,8 @@ def test_resuming_on_other_ranks_and_workers_goes_on_to_the_last_bit(tmp_path: P
     assert all(len(lane) <= 1 + 3 * 6 for lane in merged["lanes"].values()), "a few numbers for each lane"
     ranks = [batches_of(config(VL, **common, data__num_workers=rank % 3), 2, dp_rank=rank, dp_size=4, state=merged)[0] for rank in range(4)]
     for s in range(2):
-        found = [batch for rank in range(4) for batch in ranks[rank][s]]
-        assert fingerprint(found) == fingerprint(whole[3 + s])
+        found = [fingerprint(batch) for rank in range(4) for batch in ranks[rank][s]]
+        assert found == [fingerprint(batch) for batch in whole[3 + s]]
     assert batches_of(config(VL, **common), 1, start_row=12)[0][0][0].tokens_N.equal(whole[3][0].tokens_N), "the row alone does, slower"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from copy import deepcopy
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -86,9 +87,7 @@ def changed(config, key, value):
     """The configuration with one value replaced, checked by nobody."""
     *path, last = key.split(".")
     copy = deepcopy(config)
-    node = copy
-    for part in path:
-        node = getattr(node, part)
+    node = reduce(getattr, path, copy)
     object.__setattr__(node, last, value)
     node.__dict__[last] = value
     return copy
@@ -96,10 +95,9 @@ def changed(config, key, value):
 
 def alternatives(config, key):
     """Other values that the key may have, by its type."""
-    node = config
-    for part in key.split(".")[:-1]:
-        node = getattr(node, part)
-    field, value = type(node).model_fields[key.rsplit(".", 1)[-1]], getattr(node, key.rsplit(".", 1)[-1])
+    *path, last = key.split(".")
+    node = reduce(getattr, path, config)
+    field, value = type(node).model_fields[last], getattr(node, last)
     words = [w for w in get_args(field.annotation) if isinstance(w, str)]
     if words == ["auto"]:
         return [True]

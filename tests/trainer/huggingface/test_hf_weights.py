@@ -7,7 +7,7 @@ import sys
 import parity
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from playbook.errors import ConfigError, DataError
 from playbook.planner import parameters
@@ -30,37 +30,7 @@ MAKE = {
 every_kind = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
 
 
-@pytest.fixture
-def text():
-    config = parity.tiny("qwen3_moe_tiny")
-    return config, parity.random_state(config)
-
-
-def assert_identical(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-
-
-def rewrite(folder, change):
-    """Change the tensors of a single-file checkpoint."""
-    tensors = load_file(folder / weights.SINGLE)
-    change(tensors)
-    save_file(tensors, folder / weights.SINGLE)
-
-
-def say(folder, **settings):
-    """Change the configuration of a checkpoint; what is set to None, it leaves out."""
-    said = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None or k not in settings}))
-
-
-def place(folder, name, file):
-    """Say in the index of a checkpoint that a tensor lies in a file."""
-    index = json.loads((folder / weights.INDEX).read_text())
-    index["weight_map"][name] = file(index["weight_map"]) if callable(file) else file
-    (folder / weights.INDEX).write_text(json.dumps(index))
+TEXT = parity.tiny("qwen3_moe_tiny")
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -83,7 +53,7 @@ def test_multi_token_prediction_is_one_more_layer_with_copies_of_embedding_and_h
     assert torch.equal(out["model.layers.4.embed_tokens.weight"], out["model.embed_tokens.weight"])
     assert torch.equal(out["model.layers.4.shared_head.head.weight"], out["lm_head.weight"])
     assert torch.equal(out["model.layers.4.self_attn.kv_b_proj.weight"], state["mtp.0.attn.kv_b_proj.weight"])
-    assert_identical(weights.from_hf(config, out), state)
+    torch.testing.assert_close(weights.from_hf(config, out), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("change", [{"qk_norm": False}, {"router_score": "softmax", "router_bias": False}, {"shared_expert_ffn_size": 0}])
@@ -93,8 +63,7 @@ def test_a_model_that_transformers_lacks_is_refused_by_name(change):
 
 
 def test_a_folder_of_other_rotary_frequencies_is_refused(tmp_path):
-    config = parity.deepseek(mtp_layers=0)
-    weights.save_safetensors(config, parity.random_state(config), tmp_path / "m")
+    parity.written(parity.deepseek(mtp_layers=0), tmp_path / "m")
     stretched = parity.deepseek(mtp_layers=0, yarn=YarnConfig(factor=4, original_seq_len=64))
     with pytest.raises(ConfigError, match="rope_type"):
         weights.check_folder(stretched, tmp_path / "m")
@@ -115,9 +84,9 @@ def test_a_folder_of_other_rotary_frequencies_is_refused(tmp_path):
 def test_stretched_rotary_frequencies_are_compared_as_transformers_computes_them(change, message, tmp_path):
     """A file need not say all of them, and says more than one model's settings: what it leaves out, transformers fills in."""
     config = parity.deepseek(mtp_layers=0, yarn=YarnConfig(factor=4, original_seq_len=64))
-    weights.save_safetensors(config, parity.random_state(config), tmp_path)
+    parity.written(config, tmp_path)
     rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | change
-    say(tmp_path, rope_scaling=None, rope_parameters={k: v for k, v in rope.items() if v is not None})
+    parity.say(tmp_path, rope_scaling=None, rope_parameters={k: v for k, v in rope.items() if v is not None})
     if message is None:
         weights.check_folder(config, tmp_path)
     else:
@@ -130,21 +99,20 @@ def test_stretched_rotary_frequencies_are_compared_as_transformers_computes_them
 def test_the_way_out_and_back_is_exact(make, dtype, tmp_path):
     config = make()
     state = {name: t.to(dtype) for name, t in parity.random_state(config).items()}
-    assert_identical(weights.from_hf(config, weights.to_hf(config, state)), state)
+    torch.testing.assert_close(weights.from_hf(config, weights.to_hf(config, state)), state, rtol=0, atol=0)
     weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=100_000)
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
-    assert_identical(weights.load_safetensors(config, tmp_path / "m"), state)
+    torch.testing.assert_close(weights.load_safetensors(config, tmp_path / "m"), state, rtol=0, atol=0)
 
 
 @every_kind
 def test_we_read_what_transformers_reads_and_writes(make, tmp_path):
     config = make()
-    state = parity.random_state(config)
-    weights.save_safetensors(config, state, tmp_path / "ours")
+    state = parity.written(config, tmp_path / "ours")
     model = parity.theirs(tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
     assert (tmp_path / "theirs" / weights.INDEX).exists()
-    assert_identical(weights.load_safetensors(config, tmp_path / "theirs"), state)
+    torch.testing.assert_close(weights.load_safetensors(config, tmp_path / "theirs"), state, rtol=0, atol=0)
 
 
 def test_published_vision_language_layout_has_inputs_before_outputs():
@@ -158,120 +126,118 @@ def test_published_vision_language_layout_has_inputs_before_outputs():
     assert out["model.visual.patch_embed.proj.weight"].shape == (64, 3, 2, 16, 16)
 
 
-def test_text_layout_keeps_each_expert_apart(text):
-    config, state = text
-    out = weights.to_hf(config, state)
+def test_text_layout_keeps_each_expert_apart():
+    state = parity.random_state(TEXT)
+    out = weights.to_hf(TEXT, state)
     w13 = state["layers.2.moe.experts.w13"]
     assert torch.equal(out["model.layers.2.mlp.experts.5.gate_proj.weight"], w13[5, :64])
     assert torch.equal(out["model.layers.2.mlp.experts.5.up_proj.weight"], w13[5, 64:])
     assert torch.equal(out["model.layers.2.mlp.experts.5.down_proj.weight"], state["layers.2.moe.experts.w2"][5])
 
 
-def test_one_message_lists_missing_unexpected_and_misshaped_tensors(text, tmp_path):
-    config, state = text
-    weights.save_safetensors(config, state, tmp_path / "m")
+def test_one_message_lists_missing_unexpected_and_misshaped_tensors(tmp_path):
+    parity.written(TEXT, tmp_path)
 
     def spoil(tensors):
         del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
         tensors["model.layers.0.mlp.extra"] = torch.zeros(1)
         tensors["lm_head.weight"] = torch.zeros(7, 64)
 
-    rewrite(tmp_path / "m", spoil)
+    parity.rewrite(tmp_path, spoil)
     with pytest.raises(ConfigError) as error:
-        weights.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(TEXT, tmp_path)
     message = str(error.value)
     assert "1 missing (model.layers.0.mlp.experts.3.up_proj.weight)" in message
     assert "1 unexpected (model.layers.0.mlp.extra)" in message
     assert "1 of another shape (lm_head.weight (7, 64), expected (320, 64))" in message
 
 
-def test_a_wrong_preset_gives_a_short_message(text, tmp_path):
-    config, state = text
-    weights.save_safetensors(config, state, tmp_path / "m")
-    (tmp_path / "m" / "config.json").unlink()
+def test_a_wrong_preset_gives_a_short_message(tmp_path):
+    parity.written(TEXT, tmp_path)
+    (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r", \.\.\.") as error:
-        weights.load_safetensors(config.model_copy(update={"num_layers": 40}), tmp_path / "m")
+        weights.load_safetensors(TEXT.model_copy(update={"num_layers": 40}), tmp_path)
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)
 
 
-def test_a_state_that_is_not_the_models_is_refused_on_the_way_out(text):
-    config, state = text
-    state.pop("norm.weight")
+def test_a_state_that_is_not_the_models_is_refused_on_the_way_out():
+    state = parity.random_state(TEXT)
+    del state["norm.weight"]
     with pytest.raises(ConfigError, match=r"1 missing \(norm\.weight\)"):
-        weights.to_hf(config, state)
+        weights.to_hf(TEXT, state)
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["../secret.safetensors", "/etc/secret.safetensors", "sub/a.safetensors", "..\\a.safetensors", "..", "", "a.bin", "C:\\a.safetensors"],
-)
-def test_an_index_may_only_name_files_of_its_own_folder(text, tmp_path, file):
-    config, state = text
-    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
-    place(tmp_path / "m", "lm_head.weight", file)
+OUTSIDE = [
+    "../secret.safetensors",
+    "/etc/secret.safetensors",
+    "sub/a.safetensors",
+    "..\\a.safetensors",
+    "..",
+    "",
+    "a.bin",
+    "C:\\a.safetensors",
+]
+
+
+@pytest.mark.parametrize(("file", "said"), [*((file, "in the same folder") for file in OUTSIDE), (None, r"lm_head\.weight")])
+def test_an_index_names_files_of_its_own_folder_that_hold_the_tensor(tmp_path, file, said):
+    """None is the file of another tensor."""
+    state = parity.written(TEXT, tmp_path / "m", max_shard_bytes=300_000)
     save_file({"lm_head.weight": state["head.weight"]}, tmp_path / "secret.safetensors")
-    with pytest.raises(ConfigError, match="in the same folder"):
-        weights.load_safetensors(config, tmp_path / "m")
+    index = json.loads((tmp_path / "m" / weights.INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"] if file is None else file
+    (tmp_path / "m" / weights.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=said):
+        weights.load_safetensors(TEXT, tmp_path / "m")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
-def test_an_unreadable_index_is_refused(text, tmp_path, content):
+def test_an_unreadable_index_is_refused(tmp_path, content):
     (tmp_path / weights.INDEX).write_text(content)
     with pytest.raises(ConfigError, match="fetch it again"):
-        weights.load_safetensors(text[0], tmp_path)
+        weights.load_safetensors(TEXT, tmp_path)
 
 
-def test_an_index_that_misplaces_a_tensor_is_refused(text, tmp_path):
-    config, state = text
-    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
-    place(tmp_path / "m", "lm_head.weight", lambda files: files["model.embed_tokens.weight"])
-    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
-        weights.load_safetensors(config, tmp_path / "m")
-
-
-def test_missing_and_damaged_files_are_refused(text, tmp_path):
-    config, state = text
+def test_missing_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"lacks model\.safetensors"):
-        weights.load_safetensors(config, tmp_path)
+        weights.load_safetensors(TEXT, tmp_path)
     (tmp_path / weights.SINGLE).write_bytes(b"\x80\x04pickle")
     with pytest.raises(ConfigError, match="no readable safetensors file"):
-        weights.load_safetensors(config, tmp_path)
-    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+        weights.load_safetensors(TEXT, tmp_path)
+    parity.written(TEXT, tmp_path / "m", max_shard_bytes=300_000)
     lost = next((tmp_path / "m").glob("model-00002-*"))
     lost.unlink()
     with pytest.raises(ConfigError, match=lost.name):
-        weights.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(TEXT, tmp_path / "m")
     lost.write_bytes((tmp_path / "m" / lost.name.replace("00002", "00001")).read_bytes()[:-100])
     with pytest.raises(ConfigError, match="no readable safetensors file"):
-        weights.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(TEXT, tmp_path / "m")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files")
-def test_a_full_disk_is_one_message_and_leaves_nothing(text, tmp_path):
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
     import resource
 
-    config, state = text
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(DataError, match=r"m: the weights could not be written: .*File too large.*make room"):
-            weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+            parity.written(TEXT, tmp_path / "m", max_shard_bytes=300_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list((tmp_path / "m").iterdir())
-    weights.save_safetensors(config, state, tmp_path / "m")
+    parity.written(TEXT, tmp_path / "m")
 
 
-def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_path):
-    config, state = text
+def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(tmp_path):
+    state = parity.written(TEXT, tmp_path / "m")
     other = {name: torch.zeros_like(t) for name, t in state.items()}
-    weights.save_safetensors(config, state, tmp_path / "m")
-    weights.save_safetensors(config, other, tmp_path / "shards", max_shard_bytes=300_000)
+    weights.save_safetensors(TEXT, other, tmp_path / "shards", max_shard_bytes=300_000)
     for path in (tmp_path / "shards").glob("*.safetensors*"):
         path.rename(tmp_path / "m" / path.name)
     theirs = parity.theirs(tmp_path / "m").state_dict()["model.norm.weight"]
-    assert torch.equal(weights.load_safetensors(config, tmp_path / "m")["norm.weight"], theirs)
+    assert torch.equal(weights.load_safetensors(TEXT, tmp_path / "m")["norm.weight"], theirs)
     assert torch.equal(theirs, state["norm.weight"])
 
 
@@ -291,30 +257,27 @@ def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_
 )
 def test_a_folder_that_transformers_computes_otherwise_is_refused(kind, other, message, tmp_path):
     config = MAKE[kind]()
-    weights.save_safetensors(config, parity.random_state(config), tmp_path)
-    say(tmp_path, **other)
+    parity.written(config, tmp_path)
+    parity.say(tmp_path, **other)
     with pytest.raises(ConfigError, match=message):
         weights.load_safetensors(config, tmp_path)
 
 
 def test_a_deepseek_folder_that_transformers_saved_is_read_without_the_prediction_layers_that_it_only_counts(tmp_path):
     config = MAKE["deepseek"]()
-    state = parity.random_state(config)
-    weights.save_safetensors(config, state, tmp_path)
-    say(tmp_path, num_nextn_predict_layers=1)
+    state = parity.written(config, tmp_path)
+    parity.say(tmp_path, num_nextn_predict_layers=1)
     weights.check_folder(config, tmp_path)
-    assert_identical(weights.load_safetensors(config, tmp_path), state)
-    whole = parity.deepseek(mtp_layers=1)
-    weights.save_safetensors(whole, parity.random_state(whole), tmp_path / "published")
+    torch.testing.assert_close(weights.load_safetensors(config, tmp_path), state, rtol=0, atol=0)
+    parity.written(parity.deepseek(mtp_layers=1), tmp_path / "published")
     with pytest.raises(ConfigError, match=r"unexpected \(model\.layers\.4\."):
         weights.check_folder(config, tmp_path / "published")
 
 
-def test_a_config_json_of_transformers_4_is_understood(text, tmp_path):
-    config, state = text
-    weights.save_safetensors(config, state, tmp_path)
-    say(tmp_path, rope_parameters=None, rope_theta=config.rope_theta)
-    assert_identical(weights.load_safetensors(config, tmp_path), state)
-    say(tmp_path, rope_theta=5.0)
+def test_a_config_json_of_transformers_4_is_understood(tmp_path):
+    state = parity.written(TEXT, tmp_path)
+    parity.say(tmp_path, rope_parameters=None, rope_theta=TEXT.rope_theta)
+    torch.testing.assert_close(weights.load_safetensors(TEXT, tmp_path), state, rtol=0, atol=0)
+    parity.say(tmp_path, rope_theta=5.0)
     with pytest.raises(ConfigError, match="rope_theta"):
-        weights.load_safetensors(config, tmp_path)
+        weights.load_safetensors(TEXT, tmp_path)

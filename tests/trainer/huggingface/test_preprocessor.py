@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import parity
 import pytest
-from data_sets import VL, config
+from data_sets import VL, config, encoded, samples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -61,15 +61,11 @@ def test_small_images_are_enlarged_as_at_inference(kind: str, tmp_path: Path) ->
         given_ = {k: v for k, v in settings.items() if k != "size"} | {"min_pixels": 65536, "max_pixels": 16777216}
     name = "processor_config.json" if kind == "all processors" else "preprocessor_config.json"
     weights = folder(tmp_path / "w", {"image_processor": given_, "processor_class": "x"} if kind == "all processors" else given_, name)
-    data = tmp_path / "data"
-    data.mkdir()
     pictures = [
         np.random.default_rng(n).integers(0, 256, (*size, 3), dtype=np.uint8) for n, size in enumerate([(224, 224), (40, 90), (300, 301)])
     ]
-    for n, pixels in enumerate(pictures):
-        Image.fromarray(pixels).save(data / f"{n}.png")
-    lines = [{"images": [f"{n}.png"], "question": "q", "answer": "a"} for n in range(3)]
-    (data / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    images = {f"{n}.png": encoded(Image.fromarray(pixels), "PNG") for n, pixels in enumerate(pictures)}
+    data = samples(tmp_path / "data", [{"images": [name], "question": "q", "answer": "a"} for name in images], images)
     words: dict[str, Any] = {"data__path": str(data), "data__max_image_pixels": 2**20, "data__seq_len": 512, "data__pack": False}
     words |= {"eval__path": str(data), "eval__every": 1, "train__global_batch_size": 1, "init__weights": str(weights)}
     rows, processor = make_rows(config(VL, **words), "train"), theirs.Qwen2VLImageProcessorPil(**settings)

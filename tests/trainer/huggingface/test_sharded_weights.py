@@ -52,11 +52,8 @@ def shard(config, axes):
 
 @pytest.fixture(scope="module", params=MAKE)
 def saved(request, tmp_path_factory):
-    config = MAKE[request.param]()
-    state = parity.random_state(config)
-    folder = tmp_path_factory.mktemp("weights") / "m"
-    hf.save_safetensors(config, state, folder, max_shard_bytes=300_000)
-    return config, state, folder
+    config, folder = MAKE[request.param](), tmp_path_factory.mktemp("weights")
+    return config, parity.written(config, folder, max_shard_bytes=300_000), folder
 
 
 @pytest.mark.parametrize(
@@ -101,8 +98,7 @@ def test_one_rank_writes_what_it_read(saved, tmp_path):
     weights.save(model, Axes(), tmp_path / "out", max_shard_bytes=300_000)
     ours = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
     theirs = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert not (tmp_path / "out" / ".writing").exists()
     with pytest.raises(ConfigError, match="already holds weights"):
         weights.save(model, Axes(), tmp_path / "out")
@@ -114,15 +110,13 @@ def test_sixteen_bit_weights_survive_the_way_through_our_float32(saved, tmp_path
     model = shard(config, Axes())
     weights.load(model, Axes(), tmp_path / "in")
     weights.save(model, Axes(), tmp_path / "out", dtype=torch.bfloat16)
-    a, b = (load_file(tmp_path / f / hf.SINGLE) for f in ("in", "out"))
-    assert a.keys() == b.keys()
-    assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+    read, out = (load_file(tmp_path / f / hf.SINGLE) for f in ("in", "out"))
+    torch.testing.assert_close(out, read, rtol=0, atol=0)
 
 
 def test_tied_models_take_a_second_copy_of_the_embedding_only_if_it_is_one(tmp_path):
     config = parity.tiny("qwen3_tiny")
-    state = parity.random_state(config)
-    hf.save_safetensors(config, state, tmp_path)
+    state = parity.written(config, tmp_path)
     tensors = load_file(tmp_path / hf.SINGLE)
     save_file({**tensors, "lm_head.weight": state["embed.weight"].clone()}, tmp_path / hf.SINGLE)
     weights.load(shard(config, Axes()), Axes(), tmp_path)
@@ -161,7 +155,7 @@ HOSTILE = {only_pickle: "is a pickle", no_config: "has no config.json", integers
 @pytest.mark.parametrize("spoil", HOSTILE, ids=lambda f: f.__name__)
 def test_hostile_folders_are_refused(spoil, tmp_path):
     config = parity.tiny("qwen3_moe_tiny")
-    hf.save_safetensors(config, parity.random_state(config), tmp_path, max_shard_bytes=300_000)
+    parity.written(config, tmp_path, max_shard_bytes=300_000)
     with ExitStack() as stack:
         hf.open_folder(config, tmp_path, stack)
     spoil(tmp_path)

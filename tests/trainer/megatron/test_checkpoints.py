@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
-from wild import Bomb
+from wild import Called
 
 pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -39,23 +40,14 @@ def config(**parallel: Any) -> TrainerConfig:
     return load(data_root("configs") / "qwen3_moe_tiny.yaml", {"backend": "megatron", **keys})
 
 
-def resumed(saved: TrainerConfig, now: TrainerConfig) -> str | None:
-    """Why a run cannot go on from what another has saved."""
-    told = dump(saved)
+@pytest.mark.parametrize(
+    ("saved", "now", "refused"),
+    [(None, 2, None), (2, None, None), (None, 1, "was saved with etp 2 where this run has 1, and this backend resumes with the same ones")],
+)
+def test_an_etp_that_is_not_set_is_that_of_tp(saved: int | None, now: int | None, refused: str | None) -> None:
+    told = dump(config(tp=2, etp=saved))
     header = MegatronHeader(step=2, world_size=4, parallel=told["parallel"], model=told["model"], data={"row": 0}, format=FORM)
-    return difference(header, now, FORM)
-
-
-@pytest.mark.parametrize(("saved", "now"), [(None, 2), (2, None)])
-def test_an_etp_that_is_not_set_is_that_of_tp(saved: int | None, now: int | None) -> None:
-    assert resumed(config(tp=2, etp=saved), config(tp=2, etp=now)) is None
-
-
-def test_another_etp_is_another_layout() -> None:
-    assert (
-        resumed(config(tp=2), config(tp=2, etp=1))
-        == "was saved with etp 2 where this run has 1, and this backend resumes with the same ones"
-    )
+    assert difference(header, config(tp=2, etp=now), FORM) == refused
 
 
 Saver = Callable[..., MegatronSaver]
@@ -146,20 +138,20 @@ def without_sums(folder: Path) -> None:
 def test_a_hostile_checkpoint_runs_no_code(planted: str, reader: type, whole: Callable[..., Any], tmp_path: Path) -> None:
     folder, marker = tmp_path / "step_00000002", tmp_path / "executed"
     assert whole(reader)[1] == (0.5, None)
-    path, bomb = folder / planted, io.BytesIO()
+    path, bomb, stretch = folder / planted, Called(os.mkdir, str(marker)), io.BytesIO()
     with path.open("rb") as file:
         index = pickle.load((folder / ".metadata").open("rb"))
         content = file.read()
     if planted == ".metadata":
-        index.planner_data = Bomb(marker)
+        index.planner_data = bomb
         path.write_bytes(pickle.dumps(index))
     elif planted == "common.pt":
-        torch.save({"b": Bomb(marker)}, path)
+        torch.save({"b": bomb}, path)
     else:  # the stretch of the file that holds the object
-        torch.save(Bomb(marker), bomb)
+        torch.save(bomb, stretch)
         place = next(place for key, place in index.storage_data.items() if key.fqn == "rate")
-        place.offset, place.length = len(content), len(bomb.getvalue())
-        path.write_bytes(content + bomb.getvalue())
+        place.offset, place.length = len(content), len(stretch.getvalue())
+        path.write_bytes(content + stretch.getvalue())
         (folder / ".metadata").write_bytes(pickle.dumps(index))
     without_sums(folder)  # who writes the one can write the other
     with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: .*; move it elsewhere") as said:
@@ -249,19 +241,11 @@ def test_8_bit_weights_with_one_scale_are_not_read_in_pieces(recipe: str, stream
     assert getattr(reading(config).get("sharded_strategy"), "streams", None) is streams
 
 
-class ByName:
-    """Pickled as early releases of Python 3.11 pickle a member of an enumeration: by `getattr`."""
-
-    def __init__(self, holder: object, name: str) -> None:
-        self.parts = (holder, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, self.parts
-
-
 def test_an_index_of_a_python_that_pickles_members_by_name_is_read_and_no_other_attribute() -> None:
+    """Early releases of Python 3.11 pickle a member of an enumeration by `getattr`."""
+
     def index(holder: object, name: str) -> bytes:
-        return pickle.dumps(dcp.Metadata(state_dict_metadata={}, planner_data=ByName(holder, name)))
+        return pickle.dumps(dcp.Metadata(state_dict_metadata={}, planner_data=Called(getattr, holder, name)))
 
     member = MemoryFormat.TORCH_CONTIGUOUS_FORMAT
     assert read_index(index(MemoryFormat, "TORCH_CONTIGUOUS_FORMAT")).planner_data is member

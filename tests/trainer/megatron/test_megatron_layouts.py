@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import Job, assert_near, train_all
+from layout_runs import Job, Runs, assert_near, good, train_all
 from parity import random_state
 from ranks import ROOT, steps, summary
 
@@ -40,8 +40,6 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-Trained = tuple[Path, dict[str, str | None]]
-"""The folder of all runs, and by name what went wrong."""
 NEEDED: dict[str, Callable[..., Iterable[Job]]] = {}
 """By the name of a test, the runs that it looks at, of the folder and its parameters."""
 
@@ -57,7 +55,7 @@ def looks_at(jobs: Callable[..., Iterable[Job]]) -> Callable[[Any], Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of all tests that are selected, by the forks of one process: importing megatron-core takes longer than most of them."""
     root = tmp_path_factory.mktemp("megatron")
     tests = [item for item in request.session.items if item.module is request.module and item.originalname in NEEDED]
@@ -90,16 +88,13 @@ def layout(root: Path, name: str) -> list[Job]:
 @looks_at(layout)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.sample("ep 2")
-def test_equals_the_torch_backend_on_one_rank(name: str, trained: Trained) -> None:
-    root, errors = trained
+def test_equals_the_torch_backend_on_one_rank(name: str, trained: Runs) -> None:
     config, _, words = RUNS[name]
-    expected = reference(config, words).name
-    assert errors[expected] is None, errors[expected]
-    assert errors[name] is None, errors[name]
-    assert_near(root / name, root / expected, 2e-5, 2e-4)
-    mine, theirs = ([row["loss"] for row in summary(root / x)["eval"]] for x in (name, expected))
-    assert mine == pytest.approx(theirs, rel=1e-4)
-    assert summary(root / name)["num_parameters"] == summary(root / expected)["num_parameters"]
+    mine, theirs = (good(trained, x) for x in (name, reference(config, words).name))
+    assert_near(mine, theirs, 2e-5, 2e-4)
+    found, expected = summary(mine), summary(theirs)
+    assert [row["loss"] for row in found["eval"]] == pytest.approx([row["loss"] for row in expected["eval"]], rel=1e-4)
+    assert found["num_parameters"] == expected["num_parameters"]
 
 
 LOSS = {("loss", "forward"), ("loss", "backward")}
@@ -130,12 +125,10 @@ PROFILED = (
 
 @looks_at(lambda root: [Job(name, ranks, (config, *PROFILED, *words)) for name, (config, ranks, words, _) in TRACED.items()])
 @pytest.mark.full
-def test_every_matrix_product_of_a_trace_lies_in_a_named_part(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_matrix_product_of_a_trace_lies_in_a_named_part(trained: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("playbook_bench.trace.table._WORST_LISTED", 10_000)
-    root, errors = trained
     for name, (*_, wanted) in TRACED.items():
-        assert errors[name] is None, errors[name]
-        tables = [build(kineto.read(path)) for path in sorted((root / name).rglob("trace*.json"))]
+        tables = [build(kineto.read(path)) for path in sorted(good(trained, name).rglob("trace*.json"))]
         assert not [o for t in tables for o in t.unattributed if re.search(r"matmul|mm|linear", o.name)], name
         assert wanted <= {(r.path, r.phase) for t in tables for r in t.rows}, name
         assert not [r.path for t in tables for r in t.rows if r.path.startswith("embedding/")], name
@@ -146,10 +139,8 @@ OBSERVED = (MOE, *COMMON[:3], "model.num_layers=2", "backend=megatron", "paralle
 
 @looks_at(lambda root: [Job("observed", 2, OBSERVED)])
 @pytest.mark.full
-def test_the_receipt_names_groups_and_ranges(trained: Trained) -> None:
-    root, errors = trained
-    assert errors["observed"] is None, errors["observed"]
-    found = summary(root / "observed")
+def test_the_receipt_names_groups_and_ranges(trained: Runs) -> None:
+    found = summary(good(trained, "observed"))
     receipt = found["receipt"]
     layers, microbatches = 2, 2
     assert receipt["numbers"]["moe_layers"] == layers
@@ -185,7 +176,7 @@ def resumed(root: Path) -> Iterable[Job]:
 
 @looks_at(resumed)
 @pytest.mark.full
-def test_a_resumed_run_goes_on_as_the_whole_one(trained: Trained) -> None:
+def test_a_resumed_run_goes_on_as_the_whole_one(trained: Runs) -> None:
     root, every = trained
     errors = {job.name: every[job.name] for job in resumed(root)}
     assert "was saved with ep 2 where this run has 4" in str(errors.pop("other layout"))
@@ -217,11 +208,10 @@ def with_biases(root: Path) -> list[Job]:
 
 @looks_at(with_biases)
 @pytest.mark.full
-def test_biases_of_routers_are_not_rounded_with_the_weights(trained: Trained) -> None:
+def test_biases_of_routers_are_not_rounded_with_the_weights(trained: Runs) -> None:
     """Each of two steps moves them by a thousandth; in BF16 they would be 0.03 off from the first one on."""
-    root, errors = trained
-    assert errors["read"] is None, errors["read"]
-    found = [v for k, v in weights.load_safetensors(ROUTED_MODEL, root / "left").items() if k.endswith("router.bias")]
+    left = good(trained, "read").with_name("left")
+    found = [v for k, v in weights.load_safetensors(ROUTED_MODEL, left).items() if k.endswith("router.bias")]
     assert len(found) == 2
     assert all((bias - BIASES).abs().max() < 2.1e-3 for bias in found)
 
@@ -245,11 +235,9 @@ def balanced(root: Path) -> Iterable[Job]:
 
 @looks_at(balanced)
 @pytest.mark.full
-def test_balancing_losses_leave_padding_out_on_both_backends(trained: Trained) -> None:
-    root, errors = trained
+def test_balancing_losses_leave_padding_out_on_both_backends(trained: Runs) -> None:
     for name in PADDED:
-        assert (errors[name], errors[f"torch {name}"]) == (None, None)
-        assert_near(root / name, root / f"torch {name}", 2e-5, 2e-4)
+        assert_near(good(trained, name), good(trained, f"torch {name}"), 2e-5, 2e-4)
 
 
 DEEPER = {
@@ -270,12 +258,10 @@ def predicting(root: Path) -> Iterable[Job]:
 
 @looks_at(predicting)
 @pytest.mark.full
-def test_depths_of_multi_token_prediction_leave_padding_out(trained: Trained) -> None:
+def test_depths_of_multi_token_prediction_leave_padding_out(trained: Runs) -> None:
     """Padded rows train as the same rows without padding, whatever is run again in the backward pass."""
-    root, errors = trained
-    assert {job.name: errors[job.name] for job in predicting(root) if errors[job.name]} == {}
     for name in DEEPER:
-        rows, bare = steps(root / f"deeper, {name}"), steps(root / f"bare, {name.split(',')[0]}")
+        rows, bare = steps(good(trained, f"deeper, {name}")), steps(good(trained, f"bare, {name.split(',')[0]}"))
         assert sum(row["raw_tokens"] for row in rows) > sum(row["raw_tokens"] for row in bare)
         # In rows, the last token of a document sees the embedding of padding at its first depth, and none in a stream of documents.
         for key, most in (("loss", 2e-5), ("grad_norm", 2e-3 if name == "rows" else 2e-4)):
@@ -342,10 +328,8 @@ def both(_: Path, name: str, *__: Any) -> list[Job]:
 @looks_at(both)
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.full
-def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, trained: Trained) -> None:
-    root, errors = trained
-    assert errors[name] is None, errors[name]
-    assert_near(root / name, root / beside(name).name, 5e-5, 5e-4)
+def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, trained: Runs) -> None:
+    assert_near(good(trained, name), good(trained, beside(name).name), 5e-5, 5e-4)
 
 
 @looks_at(both)
@@ -353,8 +337,8 @@ def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, trained: 
 @pytest.mark.parametrize(
     ("name", "sizes"), [("sharded dp 2", (2 / 2, 4 / 2, 12 / 2)), ("sharded dp 2, gradients and optimizer", (2, 4 / 2, 12 / 2))]
 )
-def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(name: str, sizes: tuple[float, ...], trained: Trained) -> None:
+def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(name: str, sizes: tuple[float, ...], trained: Runs) -> None:
     """Bytes per parameter over two ranks: 16-bit weights, float32 gradients, and float32 master weights and moments."""
-    found = summary(trained[0] / name)
+    found = summary(good(trained, name))
     held = [found["metrics"][f"{what}_bytes_per_rank"] / found["num_parameters"] for what in ("param", "grad", "optimizer")]
     assert held == pytest.approx(sizes, rel=0.02)

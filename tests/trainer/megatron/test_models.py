@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = []
     for base in MODELS:
         if base not in DRAWN:
-            hf.save_safetensors(model(base), parity.random_state(model(base)), path / "weights" / base)
+            parity.written(model(base), path / "weights" / base)
     for name, (base, ranks, words) in {**{name: (name, 1, []) for name in MODELS}, **LAYOUTS}.items():
         weights = None if base in DRAWN else str(path / "weights" / base)
         job = {"name": name, "ranks": ranks, "words": [*MODELS[base], *words], "weights": weights}
@@ -113,13 +113,6 @@ def result(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, torch.Ten
     return json.loads(found.read_text()), load_file(gradients) if name not in WEIGHTS_ALONE else {}
 
 
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of a gradient."""
-    assert found.keys() == expected.keys()
-    assert all(e.norm() > 0 for e in expected.values()), "a gradient of zero says nothing"
-    return max(float((found[name] - e).norm() / e.norm()) for name, e in expected.items())
-
-
 def note(model: str, against: str, ranks: int, far: dict[str, Any]) -> None:
     """A row of the parity page."""
     how = {"kernels": "local", "device": "CPU", "dtype": "fp32", "tolerance": TOLERANCE, "megatron_core": version("megatron-core")}
@@ -137,7 +130,7 @@ def test_transformers_computes_the_same(name: str, folder: Path) -> None:
     far = {
         "logits": float((ours - logits).norm() / logits.norm()),
         "loss": abs(found["loss"] / float(loss) - 1),
-        "gradients": worst(gradients, parity.their_gradients(config, theirs)),
+        "gradients": parity.worst_gradient(gradients, parity.their_gradients(config, theirs))[0],
     }
     note(name, "transformers", 1, far)
     assert max(far.values()) < TOLERANCE, far
@@ -152,7 +145,7 @@ def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
     loss.backward()
     found, gradients = result(folder, name)
     assert abs(found["loss"] / float(loss.detach()) - 1) < TOLERANCE
-    assert worst(gradients, {n: p.grad for n, p in ours.named_parameters()}) < TOLERANCE
+    assert parity.worst_gradient(gradients, {n: p.grad for n, p in ours.named_parameters()})[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in WEIGHTS_ALONE])
@@ -160,7 +153,7 @@ def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
 def test_a_layout_computes_what_one_rank_does(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0]
     (one, expected), (found, gradients) = result(folder, base), result(folder, name)
-    far = {"logits": None, "loss": abs(found["loss"] / one["loss"] - 1), "gradients": worst(gradients, expected)}
+    far = {"logits": None, "loss": abs(found["loss"] / one["loss"] - 1), "gradients": parity.worst_gradient(gradients, expected)[0]}
     note(f"{base} {name}", "one rank", LAYOUTS[name][1], far)
     assert max(far["loss"], far["gradients"]) < TOLERANCE, far
 
@@ -173,11 +166,9 @@ WITH_FOLDER = [name for name in (*MODELS, *LAYOUTS) if LAYOUTS.get(name, (name,)
 def test_weights_go_in_and_out_bit_by_bit(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0] if name in LAYOUTS else name
     counts = result(folder, name)[0]["counts"]
-    given, whole = load_file(folder / "weights" / base / hf.SINGLE), {}
-    for file in (folder / name / "saved").glob("*.safetensors"):
-        whole |= load_file(file)
-    assert whole.keys() == given.keys()
-    assert all(torch.equal(whole[k], given[k]) for k in given)
+    given = load_file(folder / "weights" / base / hf.SINGLE)
+    whole = {k: v for file in (folder / name / "saved").glob("*.safetensors") for k, v in load_file(file).items()}
+    torch.testing.assert_close(whole, given, rtol=0, atol=0)
     if name in LAYOUTS and base != "prediction":  # which reads every copy of embedding and head
         slack = sum(t.nbytes for k, t in given.items() if k.endswith("correction_bias"))
         assert all(read <= held + slack for read, held in counts), "a rank read more than it holds"
@@ -187,8 +178,7 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, folder: Path) -> None:
 def test_parameters_that_fsdp2_shares_out_are_saved_whole(folder: Path) -> None:
     result(folder, "dp2")
     found, given = load_file(folder / "dp2" / "shared_out" / hf.SINGLE), load_file(folder / "weights" / "moe" / hf.SINGLE)
-    assert found.keys() == given.keys()
-    assert all(torch.equal(found[k], given[k]) for k in given)
+    torch.testing.assert_close(found, given, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", WITH_FOLDER)

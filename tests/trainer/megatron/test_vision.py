@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from layout_runs import Job, assert_near, train_all
+from layout_runs import Job, Runs, assert_near, good, train_all
 from ranks import ROOT, summary
 
 pytestmark = pytest.mark.full
@@ -54,7 +52,7 @@ def reference(name: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs of the trainer on photographs, and their references."""
     root = tmp_path_factory.mktemp("megatron_vl_runs")
     jobs: dict[str, Job] = {}
@@ -66,12 +64,10 @@ def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("run", RUNS)
-def test_training_on_photographs_equals_the_torch_backend(run: str, streamed: tuple[Path, dict[str, str | None]]) -> None:
-    (root, errors), expected = streamed, reference(run).name
-    assert errors[run] is None, errors[run]
-    assert errors[expected] is None, errors[expected]
-    assert_near(root / run, root / expected, *((2e-4, 1e-2) if RUNS[run][2] == BELOW else (2e-5, 2e-4)))
-    mine, theirs = (summary(root / n) for n in (run, expected))
+def test_training_on_photographs_equals_the_torch_backend(run: str, streamed: Runs) -> None:
+    folders = [good(streamed, name) for name in (run, reference(run).name)]
+    assert_near(*folders, *((2e-4, 1e-2) if RUNS[run][2] == BELOW else (2e-5, 2e-4)))
+    mine, theirs = map(summary, folders)
     for key in ("num_parameters", "trained_parameters"):
         assert mine[key] == theirs[key], key
     if "train.receipt=true" in RUNS[run][2]:

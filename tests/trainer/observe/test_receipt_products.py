@@ -12,20 +12,23 @@ from playbook_trainer.observe.receipt import GpuEvent, Observer, count_kernels, 
 from playbook_trainer.torch.model.balance import Balance
 from playbook_trainer.torch.parallel.tensor import linear_cross_entropy
 
+WIDE = {"out_dtype": torch.float32}
 
-def test_a_product_counts_as_float32_where_its_result_is():
-    narrow = torch.empty(4, 4, dtype=torch.bfloat16, device="meta")
-    observer = Observer(nn.Linear(1, 1), {})
-    with observing(observer):
-        torch.mm(narrow, narrow)
-    assert observer.counters["float32_products"] == 0
-    with observing(observer):
-        torch.mm(narrow, narrow, out_dtype=torch.float32)  # 16-bit factors, float32 sums: a router on a GPU
-        torch.mm(narrow.float(), narrow.float())
-    assert observer.counters["float32_products"] == 2
-    with observing(observer), range_("loss"):
-        torch.mm(narrow, narrow, out_dtype=torch.float32)
-    assert observer.counters["float32_products"] == 2, "the head's gradient is summed in float32 in every run"
+
+@pytest.mark.parametrize(
+    ("factors", "result", "inside", "count"),
+    [
+        (torch.bfloat16, {}, "step", 0),
+        (torch.bfloat16, WIDE, "step", 1),  # a router on a GPU
+        (torch.float32, {}, "step", 1),
+        (torch.bfloat16, WIDE, "loss", 0),  # the head's gradient is summed in float32 in every run
+    ],
+)
+def test_a_product_counts_as_float32_where_its_result_is(factors, result, inside, count):
+    observer, matrix = Observer(nn.Linear(1, 1), {}), torch.empty(4, 4, dtype=factors, device="meta")
+    with observing(observer), range_(inside):
+        torch.mm(matrix, matrix, **result)
+    assert observer.counters["float32_products"] == count
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 1), (torch.bfloat16, 0)])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from forking import Forks
 from ranks import alive, run, steps, summary, trained
-from wild import Bomb
+from wild import Called
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
@@ -145,6 +145,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints"
 
 
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """The checkpoint of two steps, for a test of its own."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
 def resumed(copy: Path, *words: str) -> tuple[int, str]:
     code, _, err = run([TEXT, *QUICK, f"checkpoint.dir={copy}", f"output={copy / 'out'}", *words])[0]
     assert "Traceback" not in err
@@ -152,32 +158,28 @@ def resumed(copy: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.full
-def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
-    copy, marker = tmp_path / "copy", tmp_path / "executed"
-    shutil.copytree(saved, copy)
-    bomb = pickle.dumps(Bomb(marker))
+def test_a_hostile_checkpoint_runs_no_code(copy: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    bomb = pickle.dumps(Called(os.mkdir, str(marker)))
     (copy / "step_00000002" / ".metadata").write_bytes(bomb)
     assert resumed(copy)[0] == 0, "the library's own index is never read"
     shutil.rmtree(copy / "out")
     (copy / ".finished").unlink()  # else a run that ended has nothing left to read
     # The stretch of the file that holds a tensor holds a pickle that runs code.
     stretch = {"start": 0, "length": len(bomb)}
-    copy = copied(copy, tmp_path / "bomb", lambda i: [piece.update(stretch) for t in i["tensors"].values() for piece in t["pieces"]])
+    change_index(copy, lambda i: [piece.update(stretch) for t in i["tensors"].values() for piece in t["pieces"]])
     (copy / "step_00000002" / "__0_0.distcp").write_bytes(bomb)
     code, err = resumed(copy)
     assert (code, "cannot be read" in err) == (2, True), err
     assert not marker.exists()
 
 
-def copied(saved: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """The checkpoint with a changed index."""
-    shutil.copytree(saved, folder)
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / "step_00000002" / "checkpoint.json"
     index = json.loads(path.read_text())
     del index["sha256"]
     change(index)
     path.write_text(json.dumps(index))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -189,8 +191,9 @@ def copied(saved: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -
     ],
 )
 @pytest.mark.sample("<lambda>-stick out")
-def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp_path: Path) -> None:
-    code, err = resumed(copied(saved, tmp_path / "copy", change))
+def test_a_damaged_index_is_refused(change: Any, expected: str, copy: Path) -> None:
+    change_index(copy, change)
+    code, err = resumed(copy)
     assert (code, expected in err) == (2, True), err
 
 
@@ -204,32 +207,28 @@ def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp
         ("data.pack=false", "data.pack true, this run has false; set data.pack back"),
     ],
 )
-def test_other_data_is_refused(word: str, said: str, saved: Path, forks: Forks, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "copy")
+def test_other_data_is_refused(word: str, said: str, copy: Path, forks: Forks, tmp_path: Path) -> None:
     text = tmp_path / "other.txt"
     text.write_text("Another text, of a few words.\n\n" * 50)
-    words = [TEXT, *QUICK, f"checkpoint.dir={tmp_path / 'copy'}", f"output={tmp_path / 'out'}", word.format(text=text)]
+    words = [TEXT, *QUICK, f"checkpoint.dir={copy}", f"output={tmp_path / 'out'}", word.format(text=text)]
     assert forks.run(words) == [2]
     assert f"error: the checkpoint's data stream has {said.format(text=text)}, or choose another checkpoint.dir" in forks.text(0)
     assert "Traceback" not in forks.text(0)
 
 
-def test_other_ways_to_read_the_same_data_resume(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "copy")
-    words = ["data.num_workers=1", "data.pack_buffer=8", "train.steps=3", "optimizer.lr=1e-5", f"checkpoint.dir={tmp_path / 'copy'}"]
+def test_other_ways_to_read_the_same_data_resume(copy: Path, tmp_path: Path) -> None:
+    words = ["data.num_workers=1", "data.pack_buffer=8", "train.steps=3", "optimizer.lr=1e-5", f"checkpoint.dir={copy}"]
     assert [r["step"] for r in rows_of(tmp_path / "out", TEXT, "fsdp2", *words)] == [3]
 
 
 @pytest.mark.parametrize("gone", [("stream",), ("stream", "rows_per_step", "lanes")])
-def test_a_checkpoint_that_does_not_say_its_stream_resumes(gone: tuple[str, ...], saved: Path, tmp_path: Path) -> None:
-    copy = copied(saved, tmp_path / "copy", lambda index: [index["data"].pop(name) for name in gone])
+def test_a_checkpoint_that_does_not_say_its_stream_resumes(gone: tuple[str, ...], copy: Path, tmp_path: Path) -> None:
+    change_index(copy, lambda index: [index["data"].pop(name) for name in gone])
     rows = rows_of(tmp_path / "out", TEXT, "one", "train.steps=3", f"checkpoint.dir={copy}")
     assert [r["step"] for r in rows] == [3]
 
 
-def test_checkpoints_of_another_run_are_not_overwritten(saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(saved, copy)
+def test_checkpoints_of_another_run_are_not_overwritten(copy: Path) -> None:
     code, err = resumed(copy, "checkpoint.resume=false", "checkpoint.every=2")
     assert (code, "checkpoint.resume is false" in err) == (2, True)
     assert [p.name for p in copy.glob("step_*")] == ["step_00000002"]
@@ -255,9 +254,7 @@ def held(folder: Path) -> Iterator[int]:
         other.kill()
 
 
-def test_two_runs_do_not_share_a_folder_of_checkpoints(saved: Path, forks: Forks, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(saved, copy)
+def test_two_runs_do_not_share_a_folder_of_checkpoints(copy: Path, forks: Forks, tmp_path: Path) -> None:
     line = [TEXT, *QUICK, f"checkpoint.dir={copy}", f"output={tmp_path / 'out'}"]
     with held(copy) as pid:
         assert forks.run([*line, "train.steps=3"]) == [2]
@@ -287,9 +284,7 @@ def test_two_runs_do_not_share_an_output(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_checkpoint_is_not_taken_for_the_folder_of_all(saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(saved, copy)
+def test_a_checkpoint_is_not_taken_for_the_folder_of_all(copy: Path) -> None:
     code, err = resumed(copy / "step_00000002")
     assert (code, f"is itself a checkpoint; set it to the folder of all of them, {copy}" in err) == (2, True), err
     assert [p.name for p in copy.rglob("step_*")] == ["step_00000002"]

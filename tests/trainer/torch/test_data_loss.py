@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from data_sets import encoded, samples
 from PIL import Image
 from ranks import ROOT, run, steps, summary, trained
 
@@ -67,13 +67,9 @@ def test_packed_rows_weigh_every_label_the_same_and_keep_documents_apart(
 
 @pytest.mark.full
 def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for n in range(40):
-        noise = np.random.default_rng(n).integers(0, 256, (40, 48, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(folder / f"{n}.jpg")
-    lines = [{"images": [f"{n}.jpg"], "question": "q", "answer": "a"} for n in range(40)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    noise = (np.random.default_rng(n).integers(0, 256, (40, 48, 3), dtype=np.uint8) for n in range(40))
+    images = {f"{n}.jpg": encoded(Image.fromarray(pixels)) for n, pixels in enumerate(noise)}
+    folder = samples(tmp_path / "data", [{"images": [name], "question": "q", "answer": "a"} for name in images], images)
     words = [f"data.path={folder}", "data.pack=false", *ONE_STEP]
     bad = make_rows(load(VISION, parse_overrides(words)), "train").row(1)[0].images[0].file  # row 0 is of rank 0
     bad.write_bytes(bad.read_bytes()[:-1000])  # the header is whole
@@ -86,9 +82,7 @@ def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> No
 @pytest.mark.full
 def test_an_evaluation_of_rows_without_a_label_has_no_loss(tmp_path: Path) -> None:
     """Zero would be the best evaluation of all."""
-    (tmp_path / "bad.jpg").write_bytes(b"no image")
-    line = json.dumps({"images": ["bad.jpg"], "question": "q", "answer": "a"})
-    (tmp_path / "samples.jsonl").write_text(f"{line}\n{line}\n")
+    samples(tmp_path, [{"images": ["bad.jpg"], "question": "q", "answer": "a"}] * 2, {"bad.jpg": b"no image"})
     words = [f"data.path={tmp_path}", "data.on_bad_image=skip", *ONE_STEP, "eval.every=1", "eval.batches=1"]
     ((code, out, err),) = run([str(VISION), *words, f"output={tmp_path / 'out'}"])
     assert code == 0, err

@@ -88,8 +88,7 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     assert balance.bias_E is not None
     plain = route(given, TOP_K, True)
     same = balance.route(given, plain, True)
-    assert torch.equal(same[0], plain[0])
-    torch.testing.assert_close(same[1], plain[1])
+    torch.testing.assert_close(same, plain)
     balance.bias_E[3] = 2.0  # more than any probability
     expert_NK, prob_NK = balance.route(given, plain, False)
     assert (expert_NK[:, 0] == 3).all()
@@ -132,8 +131,8 @@ def test_gradients_and_counts_are_those_of_the_sum_of_losses_also_under_recomput
         load_E = torch.bincount(each.topk(model_config.top_k, dim=1).indices.flatten(), minlength=model_config.num_experts)
         total = total + 20.0 * balancing_loss(each, load_E, len(each), model_config.top_k)
     total.backward()
-    for (name, a), b in zip(own.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
+    found, expected = ({name: p.grad for name, p in model.named_parameters()} for model in (own, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert all(float(balance.load_E.sum()) == len(batch.tokens_N) * model_config.top_k for balance in balances.values())
 
 
@@ -248,8 +247,6 @@ def test_padding_counts_for_nothing() -> None:
         update_biases(list(balances.values()), 0.01, Axes())
         biases = torch.stack([balance.bias_E for balance in balances.values() if balance.bias_E is not None])
         found[pad] = loads, biases, [p.grad for p in model.parameters()]
-    assert torch.equal(found[True][0], found[False][0])
+    torch.testing.assert_close(found[True][:2], found[False][:2], rtol=0, atol=0)
     assert float(found[True][0][0].sum()) == (90 + 3 + 11 + 40) * model_config.top_k
-    assert torch.equal(found[True][1], found[False][1])
-    for a, b in zip(found[True][2], found[False][2], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[True][2], found[False][2], rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from listeners import Recorder
 
-from playbook.errors import ConfigError, FileError
+from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
@@ -107,9 +107,3 @@ def test_a_batch_without_images_trains_nothing_where_the_language_model_is_froze
 def test_what_cannot_be_frozen_is_refused(config, words, world, says):
     with pytest.raises(ConfigError, match=says):
         checks.check(load(config, words), world)
-
-
-@pytest.mark.parametrize(("name", "says"), [("vision_tower", "did you mean 'vision'"), ("llm", "did you mean 'language_model'")])
-def test_a_part_by_another_name_is_refused_with_the_right_one(name, says):
-    with pytest.raises((ConfigError, FileError), match=says):
-        load(VISION, {"train.freeze": [name]})

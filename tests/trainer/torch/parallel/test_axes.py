@@ -11,22 +11,48 @@ from playbook_trainer.axes import groups
 from playbook_trainer.config.tree import ParallelConfig
 from playbook_trainer.torch.parallel.sharding import counts_in_norm, is_partial_over_tp
 
-
-def test_folding_by_hand():
-    g = groups(8, ParallelConfig(tp=2, cp=2, ep=4, etp=1))
-    assert g["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert g["cp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert sorted(g["dp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert g["dp_cp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert g["ep"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert sorted(g["edp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+ALONE = [(r,) for r in range(8)]
 
 
-def test_expert_tensor_ranks_are_neighbours_and_stages_are_apart():
-    g = groups(8, ParallelConfig(pp=2, ep=2, etp=2))
-    assert g["etp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert g["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert g["pp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            {"tp": 2, "cp": 2, "ep": 4, "etp": 1},
+            {
+                "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
+                "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
+                "dp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+                "dp_cp": [(0, 2, 4, 6), (1, 3, 5, 7)],
+                "ep": [(0, 1, 2, 3), (4, 5, 6, 7)],
+                "edp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+            },
+        ),
+        # Expert tensor ranks are neighbours, and stages are apart.
+        (
+            {"pp": 2, "ep": 2, "etp": 2},
+            {
+                "etp": [(0, 1), (2, 3), (4, 5), (6, 7)],
+                "ep": [(0, 2), (1, 3), (4, 6), (5, 7)],
+                "pp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+            },
+        ),
+        # Copies are made of neighbours, and experts may span them.
+        (
+            {"dp_replicate": 2, "ep": 2},
+            {
+                "shard": [(0, 1, 2, 3), (4, 5, 6, 7)],
+                "replicate": [(0, 4), (1, 5), (2, 6), (3, 7)],
+                "edp_shard": [(0, 2), (1, 3), (4, 6), (5, 7)],
+                "edp_replicate": [(0, 4), (1, 5), (2, 6), (3, 7)],
+            },
+        ),
+        ({"dp_replicate": 2, "ep": 8}, {"edp_replicate": ALONE, "edp_shard": ALONE}),
+    ],
+)
+def test_grids_of_eight_ranks_by_hand(sizes, expected):
+    found = groups(8, ParallelConfig(**sizes))
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("world", [4, 8, 16])
@@ -40,16 +66,6 @@ def test_every_grid_holds_each_rank_once(world):
         for stage in range(pp):
             ranks = set(range(stage * world // pp, (stage + 1) * world // pp))
             assert all(ranks.issuperset(m) or ranks.isdisjoint(m) for name, members in g.items() if name != "pp" for m in members)
-
-
-def test_copies_are_made_of_neighbours_and_experts_may_span_them():
-    g = groups(8, ParallelConfig(dp_replicate=2, ep=2))
-    assert g["shard"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert sorted(g["replicate"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert sorted(g["edp_shard"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert sorted(g["edp_replicate"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    spanning = groups(8, ParallelConfig(dp_replicate=2, ep=8))
-    assert spanning["edp_replicate"] == spanning["edp_shard"] == [(r,) for r in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -76,20 +92,19 @@ def test_each_part_of_a_parameter_counts_once(sizes):
         assert len(parts) == len(set(parts)) == whole, name
 
 
-def test_gradients_are_partial_where_a_rank_sees_its_own_heads_or_tokens():
-    names = {
-        "layers.0.attn.q_norm.weight",
-        "layers.0.attn_norm.weight",
-        "norm.weight",
-        "layers.0.moe.router.weight",
-        "vision.blocks.0.norm1.weight",
-    }
+Q_NORM, NORM, ROUTER = "layers.0.attn.q_norm.weight", "layers.0.attn_norm.weight", "layers.0.moe.router.weight"
+TOWER_NORM = "vision.blocks.0.norm1.weight"
 
-    def partial(**sizes):
-        axes = rank_axes(4, 0, ParallelConfig(**sizes))
-        return {n for n in names if is_partial_over_tp(n, axes)}
 
-    assert partial(ep=2) == set()
-    assert partial(tp=2) == {"layers.0.attn.q_norm.weight"}
-    assert partial(tp=2, etp=1) == {"layers.0.attn.q_norm.weight", "layers.0.moe.router.weight"}
-    assert partial(tp=2, sequence_parallel=True) == names - {"vision.blocks.0.norm1.weight"}
+@pytest.mark.parametrize(
+    ("sizes", "partial"),
+    [
+        ({"ep": 2}, set()),
+        ({"tp": 2}, {Q_NORM}),
+        ({"tp": 2, "etp": 1}, {Q_NORM, ROUTER}),
+        ({"tp": 2, "sequence_parallel": True}, {Q_NORM, NORM, "norm.weight", ROUTER}),
+    ],
+)
+def test_gradients_are_partial_where_a_rank_sees_its_own_heads_or_tokens(sizes, partial):
+    axes = rank_axes(4, 0, ParallelConfig(**sizes))
+    assert {n for n in (Q_NORM, NORM, "norm.weight", ROUTER, TOWER_NORM) if is_partial_over_tp(n, axes)} == partial

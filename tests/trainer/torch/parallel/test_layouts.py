@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from layout_runs import Job, assert_near, difference, note, train_all
+from data_sets import samples
+from layout_runs import Job, Runs, assert_near, difference, good, note, train_all
 from layout_table import LAYOUTS, SMALL, STEPS, every_pair, pairs_of
 from ranks import ROOT, steps, summary, trained
 
@@ -20,7 +19,7 @@ BY_NAME = {x.name: x for x in LAYOUTS if x.ranks < 8 or x in OF_EIGHT[:4] or os.
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All selected layouts and one rank beside them: the folder of all runs, and by name what went wrong."""
     root = tmp_path_factory.mktemp("layouts")
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
@@ -32,10 +31,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.timeout(8000)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.sample("moe-fsdp-ep2")
-def test_layout_equals_one_rank(name: str, runs: tuple[Path, dict[str, str | None]]) -> None:
-    (root, errors), layout = runs, BY_NAME[name]
-    assert (errors[name], errors[layout.alone.name]) == (None, None)
-    far = assert_near(root / name, root / layout.alone.name)
+def test_layout_equals_one_rank(name: str, runs: Runs) -> None:
+    layout = BY_NAME[name]
+    far = assert_near(good(runs, name), good(runs, layout.alone.name))
     assert far["steps"] == STEPS
     note([{"layout": name, "ranks": layout.ranks, **far}], "gloo")
 
@@ -62,14 +60,10 @@ def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     photographs = ROOT / "trainer" / "assets" / "vqa"
-    folder = tmp_path / "data"
-    folder.mkdir()
     names = sorted(p.name for p in photographs.glob("*.jpg"))[:3]
-    for name in names:
-        shutil.copy(photographs / name, folder)
     # Rows of one sample each: with two ranks, one of them often has no image where the other has one.
-    samples = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    lines = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
+    folder = samples(tmp_path / "data", lines, {name: (photographs / name).read_bytes() for name in names})
     words = [*SMALL["vision"], f"data.path={folder}", "data.pack=false", "data.num_workers=0"]
     one, two = (trained(tmp_path / str(ranks), ranks, VISION, *COMMON, *words) for ranks in (1, 2))
     assert len({r["images"] for r in steps(one)}) > 1
