@@ -30,7 +30,7 @@ Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "erro
 Reason = Literal[
     "margin",  # the interval lies on one side of the claimed margin
     "exact",  # a deterministic metric, an arithmetic statement or an invariant
-    "power",  # every look is spent and the interval still contains the margin
+    "power",  # every look is spent, or the claim is out of reach, and the interval still contains the margin
     "budget",  # time or --pairs ended the series before its last look
     "not_steady",  # step time still drifts after one extension
     "environment",  # two runs of the same configuration differ more than this machine's noise

@@ -97,7 +97,7 @@ def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profil
     """Claims and mechanism checks, as `CARD/CLAIM`, that have no fresh verdict from this profile and whose case has it, or needs no run.
 
     Those that most decision rules rest on come first, and a claim's mechanism check follows it. Behind them come those that were
-    undecided after all of their pairs, and last what failed when it last ran.
+    undecided after all of their pairs, or out of reach, and last what failed when it last ran.
     """
     rules = Counter(claim for card in cards.values() for rule in card.decide for claim in rule.because)
     waiting: list[tuple[tuple[int, int], str]] = []
@@ -132,7 +132,7 @@ def untraced_verdicts(cards: Mapping[str, Card], records: Sequence[Record], prof
 
 
 def _lateness(last: Record | None, today: date, claim: Claim | MechanismCheck) -> int:
-    """How far behind a claim has to wait: its last series failed, or took all of its pairs and left it open; a series that time cut goes
+    """How far behind a claim has to wait: its last series failed, or left it open for want of precision; a series that time cut goes
     on at once.
     """
     if last is None:

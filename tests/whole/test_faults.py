@@ -59,7 +59,7 @@ def test_a_claim_that_noise_puts_out_of_reach_ends_after_the_second_look(card, c
     found = only(confirm.run(cards, options(tmp_path, seed=1)))
     measured, verdict = found.evidence.measured, found.evidence.derived.verdict
     assert (found.status, verdict.reason, measured.plan.stopped) == ("inconclusive", "power", "out_of_reach")
-    assert "undecided after 4 of 8 pairs; about " in verdict.sentence
+    assert "out of reach after 4 of 8 pairs; about " in verdict.sentence
     assert replay.replay(found.path)[0]
 
 

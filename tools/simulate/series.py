@@ -90,7 +90,6 @@ def rates(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, floa
     rng, rules = np.random.default_rng(seed), RULES[VERSION]
     gains, losses, spent = 0, 0, 0
     each = max(1, count // ORDERS)
-    least = statistics.least_effect(statistics.OUT_OF_REACH * LOOKS[-1], 1.0, ALPHA)
     for draw in range(ORDERS):
         launches = design.launched(design.order(draw, 2, LOOKS), 2)
         of, before = (np.array([getattr(launch, name) for launch in launches]) for name in ("variant", "before"))
@@ -101,7 +100,8 @@ def rates(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, floa
             beyond = student.ppf(1 - rules.level(LOOKS, ALPHA, look) / 2, estimate.degrees_of_freedom) * estimate.standard_error
             now = np.where(over, 0, np.sign(estimate.value) * (np.abs(estimate.value) > beyond)).astype(int)
             decided += now
-            ends = ~over & ((now != 0) | (look > LOOKS[0]) & (np.abs(estimate.value) / estimate.standard_error < least * math.sqrt(look)))
+            least = statistics.least_effect(statistics.OUT_OF_REACH * LOOKS[-1], math.sqrt(look), rules.level(LOOKS, ALPHA, look))
+            ends = ~over & ((now != 0) | (look > LOOKS[0]) & (np.abs(estimate.value) < least * estimate.standard_error))
             pairs_used[ends], over = look, over | ends
         gains, losses, spent = gains + int((decided > 0).sum()), losses + int((decided < 0).sum()), spent + int(pairs_used.sum())
     total = each * ORDERS

@@ -21,8 +21,8 @@ POWER = 0.8
 """The share of series that should settle an effect, where pairs are counted."""
 _MAX_PAIRS = 10_000
 """The most pairs that `pairs_needed` answers with."""
-OUT_OF_REACH = 4
-"""A series ends, after its second look, where its claim needs more than so many times the pairs of its case."""
+OUT_OF_REACH = 8
+"""A series ends, from its second look on, where its claim needs more than so many times the pairs of its case."""
 STEADY_ALPHA = 0.05
 """How often a series whose step time is steady is taken for one that is not, at most."""
 _AGREE_SHARE = 0.4

@@ -47,7 +47,10 @@ STATES: dict[Reason, tuple[str, str]] = {
     "exact": ("confirmed or refuted", "an exact metric, an arithmetic statement or an invariant meets the claim, or does not"),
     "margin": ("confirmed or refuted", "at a look, the intervals imply the claim, or its negation"),
     "budget": ("inconclusive", "time or `--pairs` ended the series before its last look, and nothing is settled"),
-    "power": ("inconclusive", "the last look is taken, or peak memory was compared, and an interval still contains the margin"),
+    "power": (
+        "inconclusive",
+        "the last look is taken, the claim is out of reach, or peak memory was compared, and an interval contains the margin",
+    ),
 }
 """By reason: the state that follows, and when. In the order in which they are asked."""
 
@@ -237,10 +240,11 @@ class _JudgedSeries:
         if holds is not None:
             return _verdict("margin", f"{shown}; {claimed}", holds)
         more = "" if curve.blocks_needed is None else f"; about {curve.blocks_needed} {self.unit}s would settle it"
-        cut = n < looks[-1]
-        after = f"{n} of {looks[-1]}" if cut else f"all {n}"
-        reason: Reason = "budget" if cut and self.plan.stopped != "out_of_reach" else "power"
-        return _verdict(reason, f"{shown}; {claimed}; undecided after {after} {self.unit}s{more}")
+        if self.plan.stopped == "out_of_reach":
+            return _verdict("power", f"{shown}; {claimed}; out of reach after {n} of {looks[-1]} {self.unit}s{more}")
+        if n < looks[-1]:
+            return _verdict("budget", f"{shown}; {claimed}; undecided after {n} of {looks[-1]} {self.unit}s{more}")
+        return _verdict("power", f"{shown}; {claimed}; undecided after all {n} {self.unit}s{more}")
 
     def _excludes(self, expect: Expect, blocks: Sequence[Block]) -> Derived:
         """The verdict of a claim with op `excludes`: the variants that it names cannot run, and all others can."""

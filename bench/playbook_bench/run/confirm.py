@@ -4,6 +4,7 @@ record, a trace.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,7 +263,7 @@ def _counted(running: Series, records: Sequence[Measured]) -> bool:
     running.progress.series(running.case.id, running.expected)
     if twice and not _burn_in(running):
         return True
-    series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
+    series.measure_pairs(running, lambda s, n: "decided", schedule.once(list(running.variants)))
     noisy = [m.name for m in rows if not metrics.as_measured(m, running.case, running.runs).deterministic]
     if noisy:
         running.progress.note(f"{', '.join(noisy)} differs between launches of one command: comparing it over pairs, as times are")
@@ -282,37 +283,33 @@ def _timed(
             f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
         )
 
-    def all_settled() -> bool:
-        """Whether each claim has its verdict, or cannot be expected to get one; those that have none are judged by the launches so far."""
-        open_ = 0
-        for i, record in enumerate(records):
-            if i not in settled:
-                judged = _judge(running, record)
-                if _settles(judged, suffices):
-                    settled[i] = judged
-                elif not _out_of_reach(judged, looks):
-                    open_ += 1
-        return not open_
+    def open_claims() -> list[SettledClaim]:
+        """The claims without a verdict, as the launches so far have them; those that have one are settled."""
+        judged = {i: _judge(running, record) for i, record in enumerate(records) if i not in settled}
+        settled.update((i, each) for i, each in judged.items() if _settles(each, suffices))
+        return [each for i, each in judged.items() if i not in settled]
 
     # The first run of each variant shows whether they can be compared and ran what they should; if not, no pair is spent on them.
-    if not _burn_in(running) or all_settled():
+    if not _burn_in(running) or not open_claims():
         return
     series.note_if_short(running)
+    drifted = False
 
-    def drifts(pairs: int) -> bool:
-        return pairs == looks[0] and not running.plan.extended and not _steady(running)
-
-    def enough(_: Series, pairs: int) -> bool:
-        return pairs in looks and (drifts(pairs) or all_settled())
+    def enough(_: Series, pairs: int) -> str:
+        nonlocal drifted
+        if pairs not in looks:
+            return ""
+        drifted = pairs == looks[0] and not running.plan.extended and not _steady(running)
+        if drifted or not (still_open := open_claims()):
+            return "decided"
+        return "out_of_reach" if pairs < looks[-1] and all(_out_of_reach(each, looks) for each in still_open) else ""
 
     series.measure_pairs(running, enough)
-    if running.plan.stopped == "decided" and not settled and drifts(len(running.plan.order)):
+    if drifted:
         running.progress.note("step time drifts inside the timed window; starting over once with a longer warm-up")
         running.extend()
         running.expected = len(running.launched) + len(running.alive) * looks[0]
         series.measure_pairs(running, enough)
-    if running.plan.stopped == "decided" and len(settled) < len(records):
-        running.plan = running.plan.model_copy(update={"stopped": "out_of_reach"})
 
 
 def _settles(judged: SettledClaim, suffices: Callable[[Measured, Derived], bool]) -> bool:
@@ -321,15 +318,13 @@ def _settles(judged: SettledClaim, suffices: Callable[[Measured, Derived], bool]
 
 
 def _out_of_reach(judged: SettledClaim, looks: Sequence[int]) -> bool:
-    """Whether so small a difference at such noise would take over four times as many pairs as the case has.
-
-    Asked from the second look on: series without a difference then take 16 launches and not 26, and of those that would have been decided
-    at most 2 in 100 are not (`tools/simulate/series.py`).
+    """Whether more launches are not expected to settle a claim on a pair: an exact metric is too near its margin, or, from the second look
+    on, it would take over `OUT_OF_REACH` times the pairs of the case.
     """
     found = judged.derived.comparison
-    if found is None or found.look is None or found.pairs <= looks[0] or judged.derived.verdict.reason not in ("budget", "power"):
-        return False
-    return found.pairs_needed is None or found.pairs_needed > OUT_OF_REACH * looks[-1]
+    if found is None or found.design == "deterministic":
+        return judged.derived.verdict.reason == "power"
+    return found.look is not None and found.pairs > looks[0] and (found.pairs_needed or math.inf) > OUT_OF_REACH * looks[-1]
 
 
 def _burn_in(running: Series) -> bool:

@@ -306,10 +306,10 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
     if _unlike(running, metric):
         return
     if metric.deterministic:
-        series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
+        series.measure_pairs(running, lambda s, n: "decided", schedule.once(list(running.variants)))
         return
     others = [v for v in running.variants if v != "candidate"]
-    series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
+    series.measure_pairs(running, lambda s, n: "decided" if n in looks and all(_settled(s, metric, limits, v) for v in others) else "")
 
 
 def _unlike(running: Series, metric: Metric) -> bool:

@@ -323,11 +323,11 @@ def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
     return schedule.series(series.plan.seed, list(series.variants), series.plan.looks)
 
 
-def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups: Iterable[tuple[str, list[RunSpec]]] | None = None) -> None:
-    """Launch pairs, or blocks of all variants, until `enough` says so where they are complete, a run fails, the limit is reached or the
-    budget is spent.
+def measure_pairs(series: Series, enough: Callable[[Series, int], str], groups: Iterable[tuple[str, list[RunSpec]]] | None = None) -> None:
+    """Launch pairs, or blocks of all variants, until `enough` says why to stop where they are complete, a run fails, the limit is reached
+    or the budget is spent.
 
-    `groups` are those of `blocks` unless given.
+    `enough` gets the complete pairs, and says "" to go on; `groups` are those of `blocks` unless given.
     """
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     series.plan = series.plan.model_copy(update={"order": []})
@@ -345,8 +345,8 @@ def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups:
                 return _stop(series, "failed")
         launched.update(spec.variant for spec in due)
         each = [launched[v] for v in series.alive]
-        if len(set(each)) == 1 and enough(series, each[0]):
-            return _stop(series, "decided")
+        if len(set(each)) == 1 and (why := enough(series, each[0])):
+            return _stop(series, why)
         if each and min(each) >= last:
             return _stop(series, "complete" if last == series.plan.looks[-1] else "pairs")
 
