@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import yaml
-from in_process import run
+from in_process import document, refused, run
 from skills_ref import validate as reference_validate
 
 from playbook.cards.load import load_all
@@ -196,15 +195,11 @@ def test_a_stale_index_is_found(tmp_path, capsys):
     (tmp_path / "README.md").write_text(index(load_skills(tmp_path).values()), encoding="utf-8")
     assert run(capsys, "skills", "check", str(tmp_path))[0] == 0
     write(tmp_path / "sample", GOOD.replace("Do a thing.", "Do another thing."))
-    code, _, err = run(capsys, "skills", "check", str(tmp_path))
-    assert code == 2
-    assert "run `playbook skills index`" in err
+    assert "run `playbook skills index`" in refused(capsys, "skills", "check", str(tmp_path))
 
 
 def test_skills_are_listed(capsys):
-    code, out, _ = run(capsys, "skills", "list", "--json")
-    rows = json.loads(out)
-    assert code == 0
+    rows = document(capsys, "skills", "list")
     assert [r["name"] for r in rows] == SHIPPED
     assert all(set(r["cards"]) <= set(load_all()) for r in rows)
 
@@ -247,13 +242,9 @@ def test_an_exported_folder_carries_its_cards_with_the_newest_verdicts(exported)
 def test_an_export_replaces_nothing(tmp_path, capsys):
     out = tmp_path / "out"
     (out / "choose-layout").mkdir(parents=True)
-    code, _, err = run(capsys, "skills", "export", str(out), "--skill", "choose-layout")
-    assert code == 2
-    assert "an export replaces nothing" in err
+    assert "an export replaces nothing" in refused(capsys, "skills", "export", str(out), "--skill", "choose-layout")
     assert [p.name for p in out.iterdir()] == ["choose-layout"]
     shutil.rmtree(out)
     assert run(capsys, "skills", "export", str(out), "--skill", "add-card")[0] == 0
     assert [p.name for p in out.iterdir()] == ["add-card"]
-    code, _, err = run(capsys, "skills", "export", str(out), "--skill", "add-crad")
-    assert code == 2
-    assert "did you mean 'add-card'" in err
+    assert "did you mean 'add-card'" in refused(capsys, "skills", "export", str(out), "--skill", "add-crad")
