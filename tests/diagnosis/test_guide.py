@@ -1,15 +1,10 @@
 """The guide to diagnosis: its console blocks run, and the answer that it shows is today's."""
 
-import sys
-
 import pytest
 from guide_blocks import consoles
-
-from playbook.paths import repo_root
-from playbook_app.cli.app import app, run_command
-
-sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import ANSWERED, DIAGNOSIS, diagnosis
+
+from playbook_app.cli.app import app, run_command
 
 
 @pytest.mark.full

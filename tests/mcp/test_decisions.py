@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import anyio
 import pytest
+from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, tasks
 from in_process import document
 from mcp import Client
-
-from playbook.paths import repo_root
-from playbook_app.mcp.server import server
-
-sys.path.insert(0, str(repo_root() / "tools"))
-from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, tasks
 from plan_page import PAGE
+
+from playbook_app.mcp.server import server
 
 MOST_CHARACTERS = 2500
 """What an agent reads of one answer."""

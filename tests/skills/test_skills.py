@@ -14,7 +14,7 @@ from playbook.cards.model import Card
 from playbook.errors import FileError
 from playbook.paths import data_root
 from playbook.skills.model import FIGURE, check, index, load_skills, read_skill, read_skills
-from playbook_app.cli import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.cli.commands.skills import known_here
 from playbook_app.services.standing import stock_here
 
@@ -207,9 +207,7 @@ def test_skills_are_listed(capsys):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     out = tmp_path_factory.mktemp("away") / "skills"
-    with pytest.raises(SystemExit) as stop:
-        app.main(["skills", "export", str(out)])
-    assert not stop.value.code
+    assert run_command(app, ["skills", "export", str(out)]) == 0
     return out
 
 
