@@ -259,11 +259,10 @@ def test_the_page_says_how_fast_the_layout_is_and_the_command_beside_it_says_the
     assert "tokens/s/GPU" not in page.inner_text("#pb-legal")
 
 
-def test_the_home_page_leads_to_the_layout_of_its_form(page: Any, site_root: str) -> None:
-    page.goto(f"{site_root}/index.html")
-    page.locator("#pb-diagnosis a").last.click()
-    page.wait_for_selector("#pb-line strong")
-    assert (page.input_value("select[name=gpu]"), page.input_value("input[name=gpus]")) == ("h100", "64")
+def test_the_home_page_leads_to_the_layout_of_its_form(home: Any) -> None:
+    home.locator("#pb-diagnosis a").last.click()
+    home.wait_for_selector("#pb-line strong")
+    assert (home.input_value("select[name=gpu]"), home.input_value("input[name=gpus]")) == ("h100", "64")
 
 
 def test_a_shared_address_shows_the_same_layout(page: Any, site_root: str) -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,18 @@ async (questions) => {
 def places(found: list[list[str]]) -> list[str]:
     """Pages in the order in which the search shows them."""
     return [group[0] for group in found]
+
+
+def tags(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    """The tags of a page that open something, with their attributes."""
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Opens(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Opens().feed(text)
+    return found
 
 
 def names(built: Path) -> list[str]:
