@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import typer
-from in_process import document, refused, run
+from in_process import document, printed, refused, run
 from stored import shipped
 
 from playbook import paths
@@ -175,10 +175,10 @@ def test_claims_are_listed_with_their_status(capsys, elsewhere):
 
 
 def test_a_card_is_shown_whole(capsys, elsewhere):
-    _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice")
+    out = printed(capsys, "cards", "show", "moe-dispatcher-choice")
     for part in ("W9.m", "why:", "scope:", "source:", "decide", "pitfalls", "fix:"):
         assert part in out
-    _, out, _ = run(capsys, "cards", "show", "recompute")
+    out = printed(capsys, "cards", "show", "recompute")
     for part in (
         "; avoid train.recompute_modules ['core_attn']  (because L3, L3.b, L4, L4.c)",
         "\ninteractions\n  Modules nested in one another",
@@ -211,9 +211,7 @@ def test_confirm_gives_one_json_line_and_the_status_reaches_the_card(capsys, els
     assert [c["status"] for c in told["claims"]] == ["confirmed", "confirmed"]
     assert "L9" in err
     path = told["claims"][0]["evidence"]
-    code, out, _ = run(capsys, "bench", "replay", path)
-    assert code == 0
-    assert "same verdict" in out
+    assert "same verdict" in printed(capsys, "bench", "replay", path)
     row = next(r for r in document(capsys, "cards", "list", "--claims") if r["id"] == "L2")
     assert row["status"] == "confirmed"
     assert {"L2", "L9"} <= {r["claim"] for r in document(capsys, "evidence", "list")}
@@ -236,9 +234,7 @@ def test_an_altered_record_does_not_replay(capsys, elsewhere):
 
 def test_a_record_that_stopped_between_looks_shows_its_interval_and_says_so(capsys, elsewhere):
     stopped = shipped(lambda e: (found := e.derived.comparison) and found.design != "deterministic" and found.look is None and found.low)
-    code, out, _ = run(capsys, "evidence", "show", str(stopped))
-    assert code == 0
-    assert "] between looks" in out
+    assert "] between looks" in printed(capsys, "evidence", "show", str(stopped))
 
 
 def test_a_record_cannot_steer_the_terminal(capsys, elsewhere):
@@ -327,8 +323,7 @@ def test_the_shell_completes_commands():
 
 
 def test_evidence_is_shown_by_claim_with_its_interval(capsys, elsewhere):
-    code, by_claim, _ = run(capsys, "evidence", "show", "moe-dispatcher-choice/W9")
-    assert code == 0
+    by_claim = printed(capsys, "evidence", "show", "moe-dispatcher-choice/W9")
     assert run(capsys, "evidence", "show", by_claim.split()[0])[1] == by_claim
     (line,) = (line for line in by_claim.splitlines() if "M] +5 %" in line)
     assert line.index("=") < line.index("o") < line.rindex("=") < line.index("|") < line.index("M]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from in_process import document, refused, run
+from in_process import document, printed, refused, run
 
 
 def test_an_illegal_layout_is_explained_with_offers(capsys):
@@ -24,8 +24,7 @@ def test_an_illegal_layout_is_explained_with_offers(capsys):
 
 
 def test_a_legal_layout_says_its_degrees(capsys):
-    code, out, _ = run(capsys, "layout", "check", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4", "tp=2")
-    assert code == 0
+    out = printed(capsys, "layout", "check", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4", "tp=2")
     assert out.startswith("legal: model qwen3_30b_a3b  gpus 8  tp 2")
     assert "dp 4" in out
     assert "edp 2" in out
@@ -33,9 +32,7 @@ def test_a_legal_layout_says_its_degrees(capsys):
 
 def test_memory_prints_a_breakdown_that_adds_up(capsys):
     words = ["memory", "--model", "qwen3_30b_a3b", "layers=24", "gpus=4", "ep=4", "mbs=4", "seq_len=4096"]
-    code, out, _ = run(capsys, "layout", *words)
-    assert code == 0
-    assert "GiB allocated on stage 1" in out
+    assert "GiB allocated on stage 1" in printed(capsys, "layout", *words)
     stage = document(capsys, "layout", *words)["stages"][0]
     parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace")
     assert stage["peak"] == pytest.approx(sum(stage[k] for k in parts))
@@ -71,10 +68,9 @@ def test_a_peak_is_compared_with_the_gpu_that_is_named(capsys, gib, code, says):
 
 
 def test_a_peak_is_set_beside_the_gpu_that_is_named_or_none_is(capsys):
-    _, out, _ = run(capsys, "layout", "memory", "--model", "deepseek_v3")
-    assert "no GPU is named: no GPU that is known here has that much" in out
-    code, out, _ = run(capsys, "layout", "memory", "--model", "qwen3_8b", "gpus=8", "tp=2", "--hardware", "h100")
-    assert (code, "fits: a GPU has 79.6 GiB" in out) == (0, True)
+    alone = printed(capsys, "layout", "memory", "--model", "deepseek_v3")
+    assert "no GPU is named: no GPU that is known here has that much" in alone
+    assert "fits: a GPU has 79.6 GiB" in printed(capsys, "layout", "memory", "--model", "qwen3_8b", "gpus=8", "tp=2", "--hardware", "h100")
     assert run(capsys, "layout", "memory", "--model", "deepseek_v3", "gpus=8", "--hardware", "h100")[0] == 2
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import log_excerpts as logs
 import pytest
-from in_process import document, refused, run
+from in_process import document, printed, refused
 
 from playbook.diagnosis import rl_step
 from playbook.diagnosis.rl_step import BETWEEN, Step
@@ -55,8 +55,7 @@ def test_verls_phases_and_the_longest_of_its_turns_are_read(tmp_path: Path) -> N
 
 
 def test_trl_logs_lengths_and_no_phases_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "diagnose", str(file(tmp_path, logs.trl(), "trainer_state.json")))
-    assert code == 0
+    out = printed(capsys, "diagnose", str(file(tmp_path, logs.trl(), "trainer_state.json")))
     assert "0.5 s a step" in out
     assert "wall       not known" in out
     assert "75% of the rollout" in out
@@ -69,7 +68,7 @@ def test_the_command_answers_with_the_wall_and_both_engines(tmp_path: Path, caps
     weights = found["memory"]["engine"]["weights_gib"]
     assert weights == pytest.approx(2 * total(find("qwen3_30b_a3b")) / 2**30, rel=1e-6)
     assert 0 < found["memory"]["trainer_gib"] < 141
-    assert "wall       rollout" in run(capsys, *words)[1]
+    assert "wall       rollout" in printed(capsys, *words)
 
 
 def test_what_waits_depends_on_the_placement() -> None:

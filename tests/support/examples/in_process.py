@@ -26,8 +26,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command prints that succeeds."""
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    return out
+
+
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     """The JSON document of a command that succeeds."""
-    code, out, err = run(capsys, *words, "--json")
-    assert code == 0, err
-    return json.loads(out)
+    return json.loads(printed(capsys, *words, "--json"))
