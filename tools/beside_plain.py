@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
 
-from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
+from megatron_table import LEFT_OUT, ended, leave, measured, reason, run_forked  # noqa: E402
 
 from playbook.errors import PlaybookError  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
@@ -241,6 +240,4 @@ def compare(arguments: argparse.Namespace, names: Sequence[str], gpus: Sequence[
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main())
