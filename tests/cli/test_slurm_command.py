@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import submitit
+from guide_blocks import script
 from in_process import printed, refused, run
 
 from playbook.paths import repo_root
@@ -200,8 +201,7 @@ def test_waiting_for_a_job_where_there_is_no_slurm_is_one_line(capsys, submitted
 )
 def test_how_a_job_without_a_result_ended_is_said(state, said, capsys, elsewhere, submitted, monkeypatch):
     for name, text in (("squeue", "exit 0"), ("scontrol", f"echo 'JobId=7 {state} Reason=None'")):
-        (elsewhere / name).write_text(f"#!/bin/sh\n{text}\n")
-        (elsewhere / name).chmod(0o755)
+        script(elsewhere / name, text)
     monkeypatch.setenv("PATH", str(elsewhere), prepend=":")
     monkeypatch.setattr(jobs, "_POLL_S", 0.01)
     code, _, err = run(capsys, "confirm", "--launcher", "slurm", "--job", "7")

@@ -10,6 +10,7 @@ from functools import partial
 
 import anyio
 import pytest
+from guide_blocks import script
 from in_process import refused
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
@@ -73,10 +74,8 @@ def test_the_client_of_the_guide_plans_and_exports(tmp_path):
     page = (data_root("guide") / "agents.md").read_text(encoding="utf-8")
     (text,) = re.findall(r'^```python title="client.py"\n(.*?)^```', page, re.MULTILINE | re.DOTALL)
     (tmp_path / "client.py").write_text(text, encoding="utf-8")
-    command = tmp_path / "playbook"
     paths = os.pathsep.join(sources(repo_root()))
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} -m playbook "$@"\n', encoding="utf-8")
-    command.chmod(0o700)
+    script(tmp_path / "playbook", f'PYTHONPATH={paths} exec {sys.executable} -m playbook "$@"')
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "client.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

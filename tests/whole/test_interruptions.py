@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from guide_blocks import script
 from planted_case import FAKE, bench, wait_for
 
 from playbook.errors import LaunchError
@@ -130,9 +131,7 @@ def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path)
     mark = uuid.uuid4().hex
     step = f"import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: open({str(tmp_path / 'asked')!r}, 'w'))\n"
     step += f"open({str(tmp_path / 'step')!r}, 'w').write('0'); open({str(tmp_path / 'begun')!r}, 'w'); [time.sleep(1) for _ in range(600)]"
-    scancel = tmp_path / "scancel"
-    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\n', encoding="ascii")
-    scancel.chmod(0o755)
+    script(tmp_path / "scancel", f'echo "$@" > {tmp_path}/cancelled')
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = {**os.environ, "PLANT_MARK": mark, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
     harness = subprocess.Popen([sys.executable, "-c", SRUN, str(tmp_path), step], env=env, stderr=subprocess.DEVNULL)
