@@ -91,8 +91,7 @@ def test_decisions_hold_an_answer_to_every_question() -> None:
     found = read_doors(DECISIONS)
     assert [a.asked for a in found] == list(doors.questions())
     assert all(a.low < a.speed < a.high for a in found if a.settings)
-    for case in ("tp=", "pp=", "ep=", "sharding=fsdp2"):
-        way = {"tp=": "TP alone", "pp=": "PP alone", "ep=": "EP alone"}.get(case, "FSDP")
+    for case, way in {"tp=": "TP alone", "pp=": "PP alone", "ep=": "EP alone", "sharding=fsdp2": "FSDP"}.items():
         assert all(case in a.settings for a in found if a.asked.way == way and a.settings), case
 
 

@@ -25,15 +25,12 @@ class _Quiet(SimpleHTTPRequestHandler):
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The folder over HTTP on a free port of this machine; the address of its root."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @contextmanager
@@ -46,12 +43,8 @@ def started() -> Iterator[Any]:
         from playwright.sync_api import sync_playwright
     except ImportError:
         pytest.fail("playwright is not installed; run `make test-browser`, or pip install -e '.[browser]'", pytrace=False)
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        try:
-            yield browser
-        finally:
-            browser.close()
+    with sync_playwright() as driver, driver.chromium.launch(executable_path=found, args=["--no-sandbox"]) as browser:
+        yield browser
 
 
 def watched(page: Any, root: str) -> list[str]:
