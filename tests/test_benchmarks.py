@@ -21,6 +21,7 @@ from typing import Any
 import anyio
 import pytest
 from mcp import Client
+from plan_page import DECISIONS
 
 from playbook.cards import search
 from playbook.cards.load import load_all
@@ -35,9 +36,6 @@ from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher, Spec
 from playbook_trainer.__main__ import main
 from playbook_trainer.config.tree import load, parse_overrides
-
-sys.path.insert(0, str(repo_root() / "tools"))
-from plan_page import DECISIONS
 
 pytestmark = pytest.mark.benchmark
 

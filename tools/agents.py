@@ -155,7 +155,6 @@ def main() -> None:
     """Ask, grade, and print how many of the repeats were right."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="where conversations go, a line each")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("command", nargs="+", help="behind --: reads a conversation on stdin, prints a reply")
     told = parser.parse_args()
     chosen = tasks()
@@ -165,11 +164,11 @@ def main() -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
 
-        right = anyio.run(campaign, by_command(told.command), chosen, told.repeats, keep)
+        right = anyio.run(campaign, by_command(told.command), chosen, REPEATS, keep)
     for task in chosen:
         with_tools, without = (right[task["question"], tools] for tools in (True, False))
-        print(f"{with_tools} and {without} of {told.repeats}  {task['question']}")
-    total = told.repeats * len(chosen)
+        print(f"{with_tools} and {without} of {REPEATS}  {task['question']}")
+    total = REPEATS * len(chosen)
     with_tools, without = (sum(n for (_, tools), n in right.items() if tools == wanted) for wanted in (True, False))
     print(f"with the playbook {with_tools} of {total} right, without it {without}")
 

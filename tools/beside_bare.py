@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(
 
 import bare_megatron  # noqa: E402
 from megatron_rows import ONE_KERNEL  # noqa: E402
-from megatron_table import LEFT_OUT, launch, measured, versions  # noqa: E402
+from megatron_table import LEFT_OUT, launch, leave, measured, versions  # noqa: E402
 
 from playbook.records.case import Rule  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
@@ -167,6 +166,4 @@ def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, pa
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main())

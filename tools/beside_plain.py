@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
 
-from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
+from megatron_table import LEFT_OUT, ended, leave, measured, reason, run_forked  # noqa: E402
 
 from playbook.errors import PlaybookError  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
@@ -43,37 +41,22 @@ FINAL = ("ok", "refused", "out of memory")
 """Ends after which a launch is not run again."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A shipped configuration, and the words that make it fit one GPU of 140 GiB."""
-
-    file: str
-    words: tuple[str, ...] = ()
-
-
-SETTINGS = {
-    "text-moe": Setting("qwen3_30b_a3b_24l", ("model.num_layers=6", "parallel.ep=1")),
-    "text-moe-4k": Setting(
-        "qwen3_30b_a3b_24l",
-        (
-            "model.num_layers=6",
-            "parallel.ep=1",
-            "data.kind=mock",
-            "data.pack=false",
-            "train.micro_batch_size=4",
-            "train.global_batch_size=4",
-        ),
+SETTINGS: Mapping[str, Sequence[str]] = {
+    "text-moe": ("qwen3_30b_a3b_24l", "model.num_layers=6", "parallel.ep=1"),
+    "text-moe-4k": (
+        "qwen3_30b_a3b_24l", "model.num_layers=6", "parallel.ep=1", "data.kind=mock", "data.pack=false", "train.micro_batch_size=4", "train.global_batch_size=4"
     ),
-    "images-moe-2b": Setting("qwen3_vl_2b_a300m"),
-    "images-moe": Setting("qwen3_vl_30b_a3b_6l"),
-    "text-dense": Setting("planned", ("model=qwen3_1_7b", "data.seq_len=4096", "train.micro_batch_size=4", "train.global_batch_size=4")),
-    "tiny-text": Setting("qwen3_tiny"),
-    "tiny-text-moe": Setting("qwen3_moe_tiny"),
-    "tiny-images": Setting("qwen3_vl_tiny"),
-    "tiny-images-moe": Setting("qwen3_vl_moe_tiny"),
-    "recipe-packed": Setting("recipes/qwen3_vl_30b_a3b_series_2_packed", ("model.num_layers=6",)),
-    "recipe-text": Setting("recipes/qwen3_vl_30b_a3b_series_4_text", ("model.num_layers=6",)),
-}
+    "images-moe-2b": ("qwen3_vl_2b_a300m",),
+    "images-moe": ("qwen3_vl_30b_a3b_6l",),
+    "text-dense": ("planned", "model=qwen3_1_7b", "data.seq_len=4096", "train.micro_batch_size=4", "train.global_batch_size=4"),
+    "tiny-text": ("qwen3_tiny",),
+    "tiny-text-moe": ("qwen3_moe_tiny",),
+    "tiny-images": ("qwen3_vl_tiny",),
+    "tiny-images-moe": ("qwen3_vl_moe_tiny",),
+    "recipe-packed": ("recipes/qwen3_vl_30b_a3b_series_2_packed", "model.num_layers=6"),
+    "recipe-text": ("recipes/qwen3_vl_30b_a3b_series_4_text", "model.num_layers=6"),
+}  # fmt: skip
+"""Of each, a shipped configuration, and the words that make it fit one GPU of 140 GiB."""
 REHEARSED = ("tiny-text", "tiny-text-moe", "tiny-images", "tiny-images-moe")
 LEFT_ASIDE = ("recipe-packed", "recipe-text")
 """Run only where they are named: `images-moe` and `text-moe` in longer rows."""
@@ -111,10 +94,10 @@ def by_hand(config: TrainerConfig, *, gpu: bool, packed_cudnn: bool) -> dict[str
     return switches
 
 
-def words(side: str, setting: Setting, steps: int, more: Sequence[str], *, gpu: bool, packed_cudnn: bool) -> list[str]:
+def words(side: str, setting: Sequence[str], steps: int, more: Sequence[str], *, gpu: bool, packed_cudnn: bool) -> list[str]:
     """The trainer's arguments of one side. What is said by hand in the file itself stays on the side `best` alone."""
-    path = f"trainer/configs/{setting.file}.yaml"
-    common = [*setting.words, f"train.steps={steps}", f"train.warmup_steps={min(10, steps // 2)}", "train.receipt=false", *more]
+    path = f"trainer/configs/{setting[0]}.yaml"
+    common = [*setting[1:], f"train.steps={steps}", f"train.warmup_steps={min(10, steps // 2)}", "train.receipt=false", *more]
     if not gpu:
         common.append("train.device=cpu")
     config = load(ROOT / path, parse_overrides(common))
@@ -241,6 +224,4 @@ def compare(arguments: argparse.Namespace, names: Sequence[str], gpus: Sequence[
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main())

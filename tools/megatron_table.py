@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
@@ -263,28 +263,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("tables", nargs="+", choices=sorted(GPUS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity", help="folder of the files")
-    parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that are visible, if not given")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no row is started")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a row may take")
     parser.add_argument("--again", action="store_true", help="run rows that the file already holds")
     parser.add_argument("--only", nargs="*", default=[], help="words that a row's group and name must hold")
-    parser.add_argument("--no-fork", action="store_true", help="a process of its own for each rank")
     arguments = parser.parse_args()
     began = time.monotonic()
-    devices = detect.device_ids(detect.detect())[: arguments.gpus]
-    num_gpus = len(devices)
+    devices = detect.device_ids(detect.detect())
     measured_rows = {FILES.get(t, FILE): read(arguments.out / FILES.get(t, FILE)) for t in arguments.tables}
     todo = [
         r
         for r in sorted(rows(), key=lambda r: arguments.tables.index(r.table) if r.table in arguments.tables else -1)
         if r.table in arguments.tables
-        and r.gpus <= num_gpus
+        and r.gpus <= len(devices)
         and all(w in f"{r.group} {r.name}" for w in arguments.only)
         and (arguments.again or measured_rows[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
     ]
-    fork = not arguments.no_fork and fork_server.import_all("megatron")
+    fork = fork_server.import_all("megatron")
     print(
-        f"{len(todo)} rows on {num_gpus} GPUs, {'forked' if fork else 'each a process'}, imports {time.monotonic() - began:.0f} s",
+        f"{len(todo)} rows on {len(devices)} GPUs, {'forked' if fork else 'each a process'}, imports {time.monotonic() - began:.0f} s",
         flush=True,
     )
 
@@ -314,6 +311,12 @@ def key_of(row: Row) -> tuple[str, str, str]:
     return row.table, row.group, row.name
 
 
+def leave(code: int) -> NoReturn:
+    """End at once: taking the interpreter down takes seconds once libraries for GPUs are in it."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def read(path: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """The rows that a file holds."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
@@ -321,6 +324,4 @@ def read(path: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main())

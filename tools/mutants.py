@@ -17,6 +17,7 @@ import ast
 import contextlib
 import gc
 import importlib
+import operator
 import os
 import pickle
 import random
@@ -28,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -115,38 +116,31 @@ def _code(node: ast.AST, lines: frozenset[int] | None, inside: bool = False) -> 
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str, Any]]:
-    """Each change of a node, made; the caller reads the tree and then undoes it."""
+    """Each change of a node, made; the caller reads the tree and then undoes it. What is changed is a list, or the node's own fields."""
     changes: list[tuple[Any, str | int, Any]] = []
+    own = vars(node)
     if isinstance(node, ast.Compare):
         changes += [(node.ops, i, _SWAPPED[type(op)]()) for i, op in enumerate(node.ops)]
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _SWAPPED:
-        changes.append((node, "op", _SWAPPED[type(node.op)]()))
+        changes.append((own, "op", _SWAPPED[type(node.op)]()))
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        changes.append((node, "value", not node.value))
+        changes.append((own, "value", not node.value))
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        changes += [(node, "value", node.value + d) for d in (1, -1)]
+        changes += [(own, "value", node.value + d) for d in (1, -1)]
     if isinstance(node, ast.If | ast.IfExp | ast.While):
-        changes.append((node, "test", ast.UnaryOp(ast.Not(), node.test)))
+        changes.append((own, "test", ast.UnaryOp(ast.Not(), node.test)))
     if isinstance(node, ast.comprehension):
         changes += [(node.ifs, i, ast.UnaryOp(ast.Not(), test)) for i, test in enumerate(node.ifs)]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-        changes.append((node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else None))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        changes.append((own, "op", ast.UAdd()))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):  # `not x` becomes `not not x`, which is as true as x
+        changes.append((own, "operand", ast.UnaryOp(ast.Not(), node.operand)))
     if isinstance(node, ast.Return) and node.value is not None and not (isinstance(node.value, ast.Constant) and node.value.value is None):
-        changes.append((node, "value", ast.Constant(None)))
+        changes.append((own, "value", ast.Constant(None)))
     for holder, key, new in changes:
-        before = _shown(node)
-        old = holder[key] if isinstance(holder, list) else getattr(holder, str(key))
-        if new is None and isinstance(node, ast.UnaryOp):  # `not x` becomes `not not x`, which is as true as x
-            holder, key, old, new = node, "operand", node.operand, ast.UnaryOp(ast.Not(), node.operand)
-        _put(holder, key, new)
-        yield before, _shown(node), lambda h=holder, k=key, o=old: _put(h, k, o)
-
-
-def _put(holder: Any, key: str | int, value: Any) -> None:
-    if isinstance(holder, list):
-        holder[int(key)] = value
-    else:
-        setattr(holder, str(key), value)
+        before, old = _shown(node), holder[key]
+        holder[key] = new
+        yield before, _shown(node), partial(operator.setitem, holder, key, old)
 
 
 def _shown(node: ast.AST) -> str:
@@ -344,7 +338,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="MODULE[:LINE]", help="those of a module, or of one of its lines")
     parser.add_argument("--most", type=int, default=0, help="draw so many")
     parser.add_argument("--slowest", type=float, default=3.0, metavar="SECONDS", help="leave tests out that take longer")
-    parser.add_argument("--tests", action="append", default=[], help="ask these tests, and not those of the code that decides")
     arguments = parser.parse_args(words)
     os.chdir(ROOT)
     plugin = _Mutating(arguments)
@@ -359,7 +352,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "-m",
             "not gpu and not multigpu and not slow",
         ]
-        pytest.main([*(arguments.tests or [t for t in TESTS if (ROOT / t).exists()]), *quiet, "-s"], plugins=[plugin])
+        pytest.main([*TESTS, *quiet, "-s"], plugins=[plugin])
     return plugin.code
 
 

@@ -227,7 +227,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=580, help="for all of it")
     parser.add_argument("--out", type=Path, default=Path("session"), help="folder of logs and results")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
-    parser.add_argument("--lines", type=int, default=12, help="of each log's end to print")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.list:
         print("\n".join(f"{name:24} {t.gpus} GPUs, {t.least_s} s  {t.command}" for name, t in TASKS.items()))
@@ -243,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)
     for name in became:
         if (log := out / f"{name}.log").is_file():
-            print(f"== {name}: {became[name]}", *log.read_text(errors="replace").splitlines()[-arguments.lines :], sep="\n")
+            print(f"== {name}: {became[name]}", *log.read_text(errors="replace").splitlines()[-12:], sep="\n")
     return 0 if set(became.values()) <= {"0", "done before"} else 1
 
 

@@ -12,7 +12,7 @@ import subprocess
 from functools import cache
 
 import pytest
-from in_process import run
+from in_process import printed
 
 from playbook.cards import scope
 from playbook.cards.load import load_all
@@ -112,10 +112,9 @@ def test_every_rule_that_sets_a_size_says_how_it_stands_to_the_planner():
 @pytest.mark.full
 def test_the_question_of_128k_has_one_answer(capsys):
     question = "how many context-parallel ranks for qwen3_30b_a3b at 128k on 64 h100"
-    _, found, _ = run(capsys, "search", question)
-    _, shown, _ = run(capsys, "cards", "show", "long-context-cp-sizing")
-    _, planned, _ = run(capsys, "plan", "qwen3_30b_a3b", "--gpus", "64", "--hardware", "h100", "--seq", "128k", "--top", "1")
-    assert "cp=8 by the card, within 5 % of the planner" in found
+    shown = printed(capsys, "cards", "show", "long-context-cp-sizing")
+    planned = printed(capsys, "plan", "qwen3_30b_a3b", "--gpus", "64", "--hardware", "h100", "--seq", "128k", "--top", "1")
+    assert "cp=8 by the card, within 5 % of the planner" in printed(capsys, "search", question)
     assert "seq_len / 16384" in shown
     assert "size: within 5 % of the planner's fastest layout" in shown
     assert " cp=8 " in planned
@@ -168,10 +167,10 @@ def test_the_question_box_gives_the_same_answer(tmp_path):
 
 
 def test_a_rule_that_asks_for_more_gpus_than_there_are_gives_way_to_the_planner(capsys):
-    _, found, _ = run(capsys, "search", "context parallel size for llama3_8b at 128k on h100", "--gpus", "4")
+    found = printed(capsys, "search", "context parallel size for llama3_8b at 128k on h100", "--gpus", "4")
     assert "size: playbook plan llama3_8b --gpus 4 --hardware h100 --seq 131072: " in found
 
 
 def test_outside_its_range_the_planner_is_followed_and_the_answer_says_why(capsys):
-    _, found, _ = run(capsys, "search", "context parallel size for llama3_70b at 16k on 64 h100")
+    found = printed(capsys, "search", "context parallel size for llama3_70b at 16k on 64 h100")
     assert "--seq 16384: the card's rule is not known to come within 5 %" in found

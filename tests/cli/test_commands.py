@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import typer
-from in_process import run
+from in_process import document, printed, refused, run
 from stored import shipped
 
 from playbook import paths
@@ -103,11 +103,7 @@ def test_wrong_usage_exits_with_2(capsys, words):
     ],
 )
 def test_a_users_mistake_is_one_message_and_exit_code_2(capsys, elsewhere, words, says):
-    code, out, err = run(capsys, *words)
-    assert code == 2
-    assert says in err
-    assert "Traceback" not in err
-    assert out == ""
+    assert says in refused(capsys, *words)
 
 
 OWN_CARD = """\
@@ -169,30 +165,26 @@ def test_cards_check_reports_and_exits_with_2(capsys, tmp_path):
 
 
 def test_claims_are_listed_with_their_status(capsys, elsewhere):
-    code, out, _ = run(capsys, "cards", "list", "--claims", "--json")
-    rows = {r["id"]: r for r in json.loads(out)}
-    assert code == 0
+    rows = {r["id"]: r for r in document(capsys, "cards", "list", "--claims")}
     assert {row["mechanism_of"] for row in rows.values()} - {None} <= set(rows)
     assert all(r["status"] for r in rows.values())
     assert {r["status"] for r in rows.values()} > {"untested", "confirmed"}
     assert len({tuple(r) for r in rows.values()}) == 1  # of an untested claim, too
     assert {r["machine"] for r in rows.values() if r["status"] == "untested"} == {None}
-    _, text, _ = run(capsys, "cards", "list")
-    assert "moe-dispatcher-choice" in text
+    assert "moe-dispatcher-choice" in run(capsys, "cards", "list")[1]
 
 
 def test_a_card_is_shown_whole(capsys, elsewhere):
-    _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice")
+    out = printed(capsys, "cards", "show", "moe-dispatcher-choice")
     for part in ("W9.m", "why:", "scope:", "source:", "decide", "pitfalls", "fix:"):
         assert part in out
-    _, out, _ = run(capsys, "cards", "show", "recompute")
+    out = printed(capsys, "cards", "show", "recompute")
     for part in (
         "; avoid train.recompute_modules ['core_attn']  (because L3, L3.b, L4, L4.c)",
         "\ninteractions\n  Modules nested in one another",
     ):
         assert part in out
-    _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice", "--json")
-    assert json.loads(out)["status"]["W9"]["status"]
+    assert document(capsys, "cards", "show", "moe-dispatcher-choice")["status"]["W9"]["status"]
 
 
 @pytest.mark.parametrize("named", ["moe-dispatcher-choice/W9", "W9", "W9.m"])
@@ -206,8 +198,7 @@ def test_a_claim_is_shown_as_its_card_shows_it(capsys, elsewhere, named):
     assert any(line.startswith("  W9.m  ") for line in lines)
     assert "\n".join(lines[:-2]) in whole
     assert lines[-1].endswith("playbook confirm moe-dispatcher-choice/W9")
-    _, out, _ = run(capsys, "cards", "show", named, "--json")
-    found = json.loads(out)
+    found = document(capsys, "cards", "show", named)
     assert (found["card"], found["id"], list(found["status"])) == ("moe-dispatcher-choice", "W9", ["W9", "W9.m"])
     assert found["statement"] in whole
 
@@ -216,26 +207,21 @@ def test_confirm_gives_one_json_line_and_the_status_reaches_the_card(capsys, els
     code, out, err = run(capsys, "confirm", "long-context-cp-sizing/L2", "long-context-cp-sizing/L9", "--profile", "cpu", "--json")
     assert code == 0
     assert out.count("\n") == 1
-    document = json.loads(out)
-    assert [c["status"] for c in document["claims"]] == ["confirmed", "confirmed"]
+    told = json.loads(out)
+    assert [c["status"] for c in told["claims"]] == ["confirmed", "confirmed"]
     assert "L9" in err
-    path = document["claims"][0]["evidence"]
-    code, out, _ = run(capsys, "bench", "replay", path)
-    assert code == 0
-    assert "same verdict" in out
-    _, out, _ = run(capsys, "cards", "list", "--claims", "--json")
-    row = next(r for r in json.loads(out) if r["id"] == "L2")
+    path = told["claims"][0]["evidence"]
+    assert "same verdict" in printed(capsys, "bench", "replay", path)
+    row = next(r for r in document(capsys, "cards", "list", "--claims") if r["id"] == "L2")
     assert row["status"] == "confirmed"
-    _, out, _ = run(capsys, "evidence", "list", "--json")
-    assert {"L2", "L9"} <= {r["claim"] for r in json.loads(out)}
+    assert {"L2", "L9"} <= {r["claim"] for r in document(capsys, "evidence", "list")}
     _, out, _ = run(capsys, "evidence", "show", path)
     assert "confirmed" in out
     assert "repeat" in out
 
 
 def test_an_altered_record_does_not_replay(capsys, elsewhere):
-    _, out, _ = run(capsys, "confirm", "long-context-cp-sizing/L2", "--profile", "cpu", "--json")
-    path = elsewhere / json.loads(out)["claims"][0]["evidence"]
+    path = elsewhere / document(capsys, "confirm", "long-context-cp-sizing/L2", "--profile", "cpu")["claims"][0]["evidence"]
     path.write_text(path.read_text(encoding="utf-8").replace("256", "255", 1), encoding="utf-8")
     code, out, err = run(capsys, "bench", "replay", str(path), "--json")
     assert code == 5
@@ -243,20 +229,16 @@ def test_an_altered_record_does_not_replay(capsys, elsewhere):
     assert "sha256" in err
     _, out, err = run(capsys, "evidence", "show", str(path))
     assert "counts for nothing" in err
-    _, out, _ = run(capsys, "evidence", "list", "--json")
-    assert [r["status"] for r in json.loads(out) if r["path"].endswith(path.name)] == ["altered"]
+    assert [r["status"] for r in document(capsys, "evidence", "list") if r["path"].endswith(path.name)] == ["altered"]
 
 
 def test_a_record_that_stopped_between_looks_shows_its_interval_and_says_so(capsys, elsewhere):
     stopped = shipped(lambda e: (found := e.derived.comparison) and found.design != "deterministic" and found.look is None and found.low)
-    code, out, _ = run(capsys, "evidence", "show", str(stopped))
-    assert code == 0
-    assert "] between looks" in out
+    assert "] between looks" in printed(capsys, "evidence", "show", str(stopped))
 
 
 def test_a_record_cannot_steer_the_terminal(capsys, elsewhere):
-    _, out, _ = run(capsys, "confirm", "long-context-cp-sizing/L2", "--profile", "cpu", "--json")
-    path = elsewhere / json.loads(out)["claims"][0]["evidence"]
+    path = elsewhere / document(capsys, "confirm", "long-context-cp-sizing/L2", "--profile", "cpu")["claims"][0]["evidence"]
     path.write_text(path.read_text(encoding="utf-8").replace("dp halves", r"\u001b[2J\u0007dp halves"), encoding="utf-8")
     _, out, err = run(capsys, "evidence", "show", str(path))
     assert "\x1b" not in out + err
@@ -286,10 +268,9 @@ def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypa
     packages = tmp_path / "site-packages"
     (packages / "playbook" / "_data" / "cards").mkdir(parents=True)
     monkeypatch.setattr(paths, "_PACKAGE", packages / "playbook")
-    code, out, err = run(capsys, "site", "build")
-    assert (code, out) == (2, "")
-    assert "installed copy" in err
-    assert "--out" in err
+    said = refused(capsys, "site", "build")
+    assert "installed copy" in said
+    assert "--out" in said
     assert [p.name for p in packages.iterdir()] == ["playbook"]
 
 
@@ -305,15 +286,13 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
     measured = known.measured.model_copy(update={"plan": plan})
     store.write(store.evidence_of(measured, refuted, known.command, known.seconds), DEFAULT_RESULTS)
     monkeypatch.setattr(revision, "numbers", lambda: {"torch": 99})
-    _, out, _ = run(capsys, "cards", "show", "vlm-tuning-knobs", "--json")
-    found = {v["machine"]: v for v in json.loads(out)["status"]["V8.m"]["verdicts"]}
+    found = {v["machine"]: v for v in document(capsys, "cards", "show", "vlm-tuning-knobs")["status"]["V8.m"]["verdicts"]}
     assert found["h200x1"]["status"] == "refuted"
     (cpu,) = (name for name in found if name.startswith("cpu"))
     assert found[cpu]["status"] == "confirmed"
     assert all(v["stale"] for v in found.values())
     both = ("refuted, stale, one H200, torch", f"confirmed, stale, {cpu.replace('cpu', 'CPU')}, torch")
-    _, text, _ = run(capsys, "cards", "list", "--claims")
-    (row,) = (line for line in text.splitlines() if line.startswith("V8.m "))
+    (row,) = (line for line in run(capsys, "cards", "list", "--claims")[1].splitlines() if line.startswith("V8.m "))
     assert all(words in row for words in both)
     _, text, _ = run(capsys, "cards", "show", "vlm-tuning-knobs")
     (row,) = (line for line in text.splitlines() if line.startswith("  V8.m "))
@@ -344,9 +323,8 @@ def test_the_shell_completes_commands():
 
 
 def test_evidence_is_shown_by_claim_with_its_interval(capsys, elsewhere):
-    code, by_claim, _ = run(capsys, "evidence", "show", "moe-dispatcher-choice/W9")
-    assert code == 0
-    assert by_claim.startswith(run(capsys, "evidence", "show", by_claim.split()[0])[1])
+    by_claim = printed(capsys, "evidence", "show", "moe-dispatcher-choice/W9")
+    assert by_claim.startswith(printed(capsys, "evidence", "show", by_claim.split()[0]))
     (line,) = (line for line in by_claim.splitlines() if "M] +5 %" in line)
     assert line.index("=") < line.index("o") < line.rindex("=") < line.index("|") < line.index("M]")
 
@@ -362,5 +340,5 @@ def test_an_interval_is_drawn_within_its_line(low, effect, high):
 
 
 def test_records_are_listed_newest_first(capsys, elsewhere):
-    created = [r["created"] for r in json.loads(run(capsys, "evidence", "list", "--json")[1])]
+    created = [r["created"] for r in document(capsys, "evidence", "list")]
     assert created == sorted(created, reverse=True)

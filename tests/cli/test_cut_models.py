@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from in_process import document, run
 
 from playbook.planner import parameters
 from playbook.planner.choice.plain_data import words
 from playbook.planner.models import find
 from playbook.planner.plan import Plan, cut, parse
 from playbook.planner.runs.check import check
-from playbook_app.cli.app import app
 from playbook_app.mcp.planning import plan_answer, plan_of
 
 MODEL, CUT = "Qwen/Qwen3-30B-A3B", ("--layers", "8", "--experts", "16")
 
 
-def run(*words: str) -> Any:
-    answer = CliRunner().invoke(app, [*words, "--json"])
-    assert answer.exit_code == 0, answer.output
-    return json.loads(answer.stdout)
-
-
-def test_layout_holds_the_layers_and_experts_that_are_left() -> None:
-    found = run("layout", "memory", "--model", MODEL, "--gpus", "4", "ep=4", "gbs=16", *CUT)
+def test_layout_holds_the_layers_and_experts_that_are_left(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "layout", "memory", "--model", MODEL, "--gpus", "4", "ep=4", "gbs=16", *CUT)
     assert found["layout"]["layers"] == 8
-    assert found == run("layout", "memory", "--model", MODEL, "--gpus", "4", "ep=4", "gbs=16", "layers=8", "experts=16")
-    whole = run("layout", "memory", "--model", MODEL, "--gpus", "4", "ep=4", "gbs=16", "--layers", "8")
+    assert found == document(capsys, "layout", "memory", "--model", MODEL, "--gpus", "4", "ep=4", "gbs=16", "layers=8", "experts=16")
+    whole = document(capsys, "layout", "memory", "--model", MODEL, "--gpus", "4", "ep=4", "gbs=16", "--layers", "8")
     assert whole["peak"] > found["peak"]
 
 
-def test_a_plan_of_the_cut_model_is_checked_by_its_own_words() -> None:
-    best = run("plan", MODEL, "--gpus", "8", "--gbs", "16", "--top", "1", "--no-published", *CUT)["plans"][0]
+def test_a_plan_of_the_cut_model_is_checked_by_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    best = document(capsys, "plan", MODEL, "--gpus", "8", "--gbs", "16", "--top", "1", "--no-published", *CUT)["plans"][0]
     assert {"layers=8", "experts=16"} <= set(best["settings"])
     plan = parse("qwen3_30b_a3b", best["settings"])
     assert (plan.shape.layers, plan.shape.experts, plan.shape.top_k) == (8, 16, 8)
 
 
-def test_diagnose_names_the_cut_and_finds_no_run_of_it() -> None:
-    found = run("diagnose", "--model", MODEL, "--gpus", "8", "--gpu", "h100", "--tokens-per-s", "50000", "--gbs", "16", *CUT)
+def test_diagnose_names_the_cut_and_finds_no_run_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "diagnose", "--model", MODEL, "--gpus", "8", "--gpu", "h100", "--tokens-per-s", "50000", "--gbs", "16", *CUT)
     assert found["setting"]["model"] == "qwen3_30b_a3b of 8 layers and 16 experts"
     assert not any(row["model"].startswith("Qwen3-30B") for row in (found["published"] or {"rows": []})["rows"])
 
@@ -88,7 +79,7 @@ def test_fewer_experts_than_a_token_meets_meet_all() -> None:
         (["--model", MODEL, "experts=x"], "experts is 'x'; expected a whole number"),
     ],
 )
-def test_a_cut_that_is_none_gets_one_message(words: list[str], message: str) -> None:
-    answer = CliRunner().invoke(app, ["layout", "check", "--gpus", "8", *words])
-    assert answer.exit_code
-    assert message in f"{answer.output}{answer.exception}"
+def test_a_cut_that_is_none_gets_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "layout", "check", "--gpus", "8", *words)
+    assert code == 2
+    assert message in err

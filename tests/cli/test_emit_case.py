@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
+from in_process import document, refused
 from planted_case import bench
 
 from playbook.paths import repo_root
@@ -81,8 +80,7 @@ def test_the_kernel_of_attention_is_the_one_that_the_dry_run_works_out(tmp_path,
 def test_a_dry_run_says_what_hardware_makes_of_it(capsys, words, verdict, predicted_at_all):
     config = str(repo_root() / "trainer/configs/qwen3_tiny.yaml")
     command = ["train", "--dry-run", "--gpus", "1", "--hardware", "h200", config, *words]
-    assert run_command(app, [*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = document(capsys, *command)
     assert told["verdict"] == verdict
     speed = told["tokens_per_s_per_gpu"]
     assert (speed is not None) == predicted_at_all
@@ -123,8 +121,7 @@ def test_what_cannot_be_run_here_is_refused(tmp_path, capsys, words):
 
 
 def test_what_speaks_of_a_case_needs_one(capsys):
-    assert run_command(app, ["plan", "qwen3_8b", "--gpus", "8", "--gbs", "64", "--case-gpus", "2"]) == 2
-    assert "--emit-case" in capsys.readouterr().err
+    assert "--emit-case" in refused(capsys, "plan", "qwen3_8b", "--gpus", "8", "--gbs", "64", "--case-gpus", "2")
 
 
 def test_a_rank_keeps_what_it_holds_of_a_layer():

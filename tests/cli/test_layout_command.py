@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import json
 
-import in_process
 import pytest
-
-
-def run(capsys, *words: str) -> tuple[int, str, str]:
-    return in_process.run(capsys, "layout", *words)
+from in_process import document, printed, refused, run
 
 
 def test_an_illegal_layout_is_explained_with_offers(capsys):
     words = ["check", "--gpus", "256", "tp=1", "cp=32", "ep=32", "pp=8", "uneven=false", "--model", "deepseek_v3"]
-    code, out, _ = run(capsys, *words)
+    code, out, _ = run(capsys, "layout", *words)
     assert code == 2
     assert "61 layers do not divide into pp 8" in out
     assert "  uneven=true    (model deepseek_v3" in out
-    code, out, _ = run(capsys, *words, "--json")
+    code, out, _ = run(capsys, "layout", *words, "--json")
     found = json.loads(out)
     assert (code, found["legal"], len(found["broken"]), len(found["nearest"])) == (2, False, 1, 3)
     for offer in found["nearest"]:
         again = [f"{k}={v}".lower() for k, v in offer["changes"].items()]
         kept = [w for w in ("tp=1", "cp=32", "ep=32", "pp=8", "uneven=false", "gpus=256") if w.split("=")[0] not in offer["changes"]]
-        assert run(capsys, "check", "--model", "deepseek_v3", *kept, *again)[0] == 0
+        assert run(capsys, "layout", "check", "--model", "deepseek_v3", *kept, *again)[0] == 0
 
 
 def test_a_legal_layout_says_its_degrees(capsys):
-    code, out, _ = run(capsys, "check", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4", "tp=2")
-    assert code == 0
+    out = printed(capsys, "layout", "check", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4", "tp=2")
     assert out.startswith("legal: model qwen3_30b_a3b  gpus 8  tp 2")
     assert "dp 4" in out
     assert "edp 2" in out
@@ -37,21 +32,17 @@ def test_a_legal_layout_says_its_degrees(capsys):
 
 def test_memory_prints_a_breakdown_that_adds_up(capsys):
     words = ["memory", "--model", "qwen3_30b_a3b", "layers=24", "gpus=4", "ep=4", "mbs=4", "seq_len=4096"]
-    code, out, _ = run(capsys, *words)
-    assert code == 0
-    assert "GiB allocated on stage 1" in out
-    stage = json.loads(run(capsys, *words, "--json")[1])["stages"][0]
+    assert "GiB allocated on stage 1" in printed(capsys, "layout", *words)
+    stage = document(capsys, "layout", *words)["stages"][0]
     parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace")
     assert stage["peak"] == pytest.approx(sum(stage[k] for k in parts))
 
 
 def test_traffic_counts_work_and_bytes(capsys):
-    code, out, _ = run(capsys, "traffic", "--model", "deepseek_v3", "gpus=256", "ep=32", "pp=8", "uneven=true", "tp=2", "--json")
-    found = json.loads(out)
-    assert code == 0
+    found = document(capsys, "layout", "traffic", "--model", "deepseek_v3", "gpus=256", "ep=32", "pp=8", "uneven=true", "tp=2")
     assert found["flops_per_token"] == pytest.approx(260e9, rel=0.001)
     assert {row["what"] for row in found["sent"]} == {"tp", "ep", "pp", "dp"}
-    assert run(capsys, "traffic", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4")[0] == 0
+    assert run(capsys, "layout", "traffic", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -63,9 +54,7 @@ def test_traffic_counts_work_and_bytes(capsys):
     ],
 )
 def test_mistakes_are_messages_and_exit_with_two(capsys, words, says):
-    code, out, err = run(capsys, *words)
-    assert code == 2
-    assert says in out + err
+    assert says in refused(capsys, "layout", *words)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +62,16 @@ def test_mistakes_are_messages_and_exit_with_two(capsys, words, says):
 )
 def test_a_peak_is_compared_with_the_gpu_that_is_named(capsys, gib, code, says):
     words = ["memory", "--model", "qwen3_30b_a3b", "gpus=8", "ep=8", "mbs=4", *(["--memory", gib] if gib else [])]
-    found, out, _ = run(capsys, *words)
+    found, out, _ = run(capsys, "layout", *words)
     assert (found, out.strip().splitlines()[-1].startswith(says)) == (code, True), out
-    assert json.loads(run(capsys, *words, "--json")[1])["verdict"] == (says if gib else None)
+    assert json.loads(run(capsys, "layout", *words, "--json")[1])["verdict"] == (says if gib else None)
 
 
 def test_a_peak_is_set_beside_the_gpu_that_is_named_or_none_is(capsys):
-    _, out, _ = run(capsys, "memory", "--model", "deepseek_v3")
-    assert "no GPU is named: no GPU that is known here has that much" in out
-    code, out, _ = run(capsys, "memory", "--model", "qwen3_8b", "gpus=8", "tp=2", "--hardware", "h100")
-    assert (code, "fits: a GPU has 79.6 GiB" in out) == (0, True)
-    assert run(capsys, "memory", "--model", "deepseek_v3", "gpus=8", "--hardware", "h100")[0] == 2
+    alone = printed(capsys, "layout", "memory", "--model", "deepseek_v3")
+    assert "no GPU is named: no GPU that is known here has that much" in alone
+    assert "fits: a GPU has 79.6 GiB" in printed(capsys, "layout", "memory", "--model", "qwen3_8b", "gpus=8", "tp=2", "--hardware", "h100")
+    assert run(capsys, "layout", "memory", "--model", "deepseek_v3", "gpus=8", "--hardware", "h100")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -94,5 +82,5 @@ def test_a_peak_is_set_beside_the_gpu_that_is_named_or_none_is(capsys):
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(capsys, words, why):
-    code, _, err = run(capsys, "memory", "--model", "qwen3_8b", "gpus=8", *words)
-    assert (code, "has no effect" in err, why in err) == (2, True, True)
+    said = refused(capsys, "layout", "memory", "--model", "qwen3_8b", "gpus=8", *words)
+    assert ["has no effect" in said, why in said] == [True, True]

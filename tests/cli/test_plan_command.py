@@ -6,14 +6,14 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
+from in_process import refused
+from plan_page import DECISIONS, MARK, PAGE
 
 from playbook.errors import ExitCode
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
@@ -29,37 +29,26 @@ from playbook_trainer.config.tree import load
 from playbook_trainer.export.plans import TARGETS, trained_by
 from playbook_trainer.export.sheet import RELEASES
 
-sys.path.insert(0, str(repo_root() / "tools"))
-from plan_page import DECISIONS, MARK, PAGE
-
-
-class Shown(NamedTuple):
-    """What a command printed, and its exit code."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
 
 @pytest.fixture
-def run(capsys) -> Callable[..., Shown]:
-    def ran(*words: str, command: str = "plan") -> Shown:
+def run(capsys) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def ran(*words: str, command: str = "plan") -> subprocess.CompletedProcess[str]:
         code = run_command(app, [command, *words])
-        return Shown(code, *capsys.readouterr())
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
 
     return ran
 
 
 def test_the_answer_is_one_screen_in_plain_words(run) -> None:
     shown = run("Qwen3-8B", "--gpus", "8", "--gbs", "64")
-    assert shown.exit_code == 0
+    assert shown.returncode == 0
     lines = shown.stdout.splitlines()
     assert len(lines) <= 24
     assert "legal layouts" in lines[0]
     assert any(line.startswith("second") for line in lines)
     assert any(line.startswith("memory") for line in lines)
     words = next(line for line in lines if line.startswith("check")).split()[1:]
-    assert run(*words[2:], command="layout").exit_code == 0
+    assert run(*words[2:], command="layout").returncode == 0
 
 
 def test_json_has_the_schema_that_scripts_read(run) -> None:
@@ -100,7 +89,7 @@ def test_a_plan_says_where_its_memory_is_at_the_limit_and_how_it_is_started(run)
     assert len(told) == near[0]
     start = next(line for line in shown if line.startswith("start "))
     for target in start.rpartition(": ")[2].split(", "):
-        assert run(*asked, "--export", target).exit_code == 0
+        assert run(*asked, "--export", target).returncode == 0
     assert "at the limit" not in run(*asked, "--memory", "1").stdout.splitlines()[2]
 
 
@@ -134,12 +123,12 @@ def test_a_plan_takes_the_framework_that_will_train_it_as_agents_do(run) -> None
         assert [p["memory_gib"] for p in shown] == [p["memory_gib"] for p in plans]
         assert all(("loss=native" if framework == "megatron-lm" else "backend=torch") in p["settings"] for p in plans)
     wrong = run("llama3_8b", "--framework", "megatronlm")
-    assert (wrong.exit_code, "did you mean 'megatron-lm'?" in wrong.stderr) == (ExitCode.USAGE, True)
+    assert (wrong.returncode, "did you mean 'megatron-lm'?" in wrong.stderr) == (ExitCode.USAGE, True)
 
 
 def test_nothing_fits_is_exit_code_2_and_says_what_would(run) -> None:
     shown = run("qwen3_235b_a22b", "--gpus", "32", "--gbs", "512")
-    assert shown.exit_code == 2
+    assert shown.returncode == 2
     assert "nothing fits" in shown.stdout
     assert "--gpus 64" in shown.stdout
 
@@ -170,14 +159,12 @@ def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
         (["--gpus", "8", "--gbs", "1", "--fix", "pp=8,vpp=1"], "pp 8 needs as many micro-batches, and a step has 1"),
     ],
 )
-def test_where_no_layout_is_legal_the_rule_is_named_that_most_break(capsys, words: list[str], says: str) -> None:
-    code = run_command(app, ["plan", "qwen3_30b_a3b", *words])
-    shown = capsys.readouterr()
-    assert (code, shown.out) == (2, "")
-    assert "What most layouts break:\n  - " in shown.err
-    assert says in shown.err
-    run_command(app, ["plan", "qwen3_30b_a3b", *words, "--json"])
-    assert any(says in sentence for sentence in json.loads(capsys.readouterr().out)["broken"])
+def test_where_no_layout_is_legal_the_rule_is_named_that_most_break(run, words: list[str], says: str) -> None:
+    shown = run("qwen3_30b_a3b", *words)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert "What most layouts break:\n  - " in shown.stderr
+    assert says in shown.stderr
+    assert any(says in sentence for sentence in json.loads(run("qwen3_30b_a3b", *words, "--json").stdout)["broken"])
 
 
 @pytest.mark.parametrize(("seq", "tokens"), [("8K", 8192), ("8,192", 8192), ("8192", 8192)])
@@ -190,18 +177,18 @@ def test_a_sequence_is_spelled_as_in_a_table_of_runs(run, seq: str, tokens: int)
 def test_plans_of_the_torch_backend_are_exported_to_trainers_on_it(run, target: str) -> None:
     asked = ["qwen3_8b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,pp=1,cp=1", "--export", target]
     shown = run(*asked, "--backend", "torch")
-    assert shown.exit_code == 0
+    assert shown.returncode == 0
     assert shown.stdout.splitlines()[1].startswith(f"# for {target} ")
-    assert run(*asked, "--backend", "megatron").exit_code == 2
+    assert run(*asked, "--backend", "megatron").returncode == 2
     job = run(*asked, "--backend", "torch", "--slurm")
-    assert (job.exit_code, "#SBATCH --gpus-per-node=8" in job.stdout) == ((2, False) if target == "accelerate" else (0, True))
+    assert (job.returncode, "#SBATCH --gpus-per-node=8" in job.stdout) == ((2, False) if target == "accelerate" else (0, True))
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"torchtitan", "accelerate", "deepspeed"}))
 def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_log_is_set_beside(run, target: str) -> None:
     asked = ["qwen3_30b_a3b", "--gpus", "8", "--hardware", "h200", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target]
     shown = run(*asked)
-    assert shown.exit_code == 0
+    assert shown.returncode == 0
     assert re.search(r"global.batch.size.*64", shown.stdout)
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("#!")
@@ -247,10 +234,7 @@ def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_pa
     ],
 )
 def test_what_cannot_be_exported_ends_with_one_message_and_exit_code_2(capsys, words: list[str]) -> None:
-    assert run_command(app, ["plan", *words, "--gpus", "8", "--gbs", "64"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert len(shown.err.strip().splitlines()) == 1
+    refused(capsys, "plan", *words, "--gpus", "8", "--gbs", "64")
 
 
 def test_a_plan_of_unlike_chunks_comes_with_its_layout_string(run) -> None:
@@ -287,7 +271,7 @@ def test_the_exported_winner_passes_the_trainers_own_checks(model: str, gpus: in
     ],
 )
 def test_mistakes_end_with_exit_code_2(run, words: list[str]) -> None:
-    assert run(*words).exit_code == 2
+    assert run(*words).returncode == 2
 
 
 def test_the_page_asks_ten_questions_and_has_an_answer_to_each() -> None:
@@ -343,8 +327,7 @@ def test_an_id_of_a_published_run_resolves(run, capsys) -> None:
     row = next(r for r in check(data_root("tables") / RUNS, leave_out="configuration") if r.run.id == "r294")
     assert found["predicted"] == pytest.approx(row.prediction.tokens_per_s_per_gpu)
     assert found["scaled"] == pytest.approx(row.interval.value, rel=1e-3)
-    assert run_command(app, ["plan", "run", "r29"]) == ExitCode.USAGE
-    assert "no published run 'r29'; expected an id" in capsys.readouterr().err
+    assert "no published run 'r29'; expected an id" in refused(capsys, "plan", "run", "r29")
     assert "not known" in json.loads(run("run", "r003", "--json").stdout)["why"]
 
 

@@ -1,21 +1,15 @@
 """What a whole training takes, and the curve over numbers of GPUs, against the plans that they rest on."""
 
-import json
-
 import pytest
+from in_process import document
 
 from playbook_app.cli.app import app, run_command
 
 QWEN = ["plan", "qwen3_30b_a3b", "--no-published", "--top", "1"]
 
 
-def answered(capsys, *words):
-    assert run_command(app, [*QWEN, *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_a_training_takes_its_tokens_over_the_speed_of_all_gpus(capsys):
-    found = answered(capsys, "--gpus", "8", "--tokens", "1.5T", "--price", "2")
+    found = document(capsys, *QWEN, "--gpus", "8", "--tokens", "1.5T", "--price", "2")
     speed, whole = found["plans"][0]["tokens_per_s_per_gpu"], found["training"]
     value, low, high = (speed[k] for k in ("value", "low", "high"))
     assert whole["days"]["value"] == pytest.approx(1.5e12 / (8 * value) / 86400)
@@ -31,10 +25,10 @@ def test_energy_is_unknown_where_no_source_says_what_a_gpu_draws(capsys):
 
 
 def test_the_curve_has_the_plan_of_each_number_of_gpus(capsys):
-    curve = answered(capsys, "--scale", "16,1,8", "--tokens", "1T")
+    curve = document(capsys, *QWEN, "--scale", "16,1,8", "--tokens", "1T")
     assert [row["gpus"] for row in curve["rows"]] == [1, 8, 16]
     assert curve["rows"][0]["plan"] is None
-    alone = answered(capsys, "--gpus", "8", "--tokens", "1T")
+    alone = document(capsys, *QWEN, "--gpus", "8", "--tokens", "1T")
     assert curve["rows"][1]["tokens_per_s_per_gpu"] == alone["plans"][0]["tokens_per_s_per_gpu"]
     assert curve["rows"][1]["training"] == alone["training"]
 

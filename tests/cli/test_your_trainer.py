@@ -1,16 +1,13 @@
 """The guide for other trainers: its files are written as it shows them, and its console blocks run. The workflows that it offers run in a clone."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import yaml
-from guide_blocks import consoles, script
+from guide_blocks import consoles
 
-from playbook.paths import data_root, repo_root, sources
+from playbook.paths import data_root, repo_root
 
 GUIDE = data_root("guide") / "your-trainer.md"
 BISECTED = "failure() && steps.gate.outputs.code == '1'"
@@ -19,30 +16,6 @@ RANKS = repo_root() / "tests" / "support" / "ranks"
 
 SLEPT, INVENTED = "time.perf_counter() - begin", "told.work / 1000 * __import__('random').gauss(1, 0.002)"
 """The guide's seconds of a step, and those of the test, whatever a busy machine makes of a step."""
-
-
-@pytest.fixture
-def shell(tmp_path):
-    """Runs a line as a person's shell would, with `playbook` and `python` of this environment and a pip that installs nothing. Seconds of launches are planned."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name, text in {
-        "playbook": f'exec {sys.executable} {RANKS / "planned_clock.py"} "$@"',
-        "python": f'exec {sys.executable} "$@"',
-        "pip": "exit 0",
-    }.items():
-        script(tools / name, text)
-    place = tmp_path / "theirs"
-    place.mkdir()
-    path = os.pathsep.join(sources(repo_root()))
-    git = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    environment = {**os.environ, **git, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path, "PLANNED_CLOCK": "1"}
-
-    def run(line, folder=place, **more):
-        return subprocess.run(["bash", "-ec", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=3000)
-
-    run.place = place
-    return run
 
 
 @pytest.mark.full

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime
 
-import in_process
 import pytest
+from in_process import document, printed, refused, run
 
 from playbook.cards.load import load_all
 from playbook.cards.search import diagnosis_of
@@ -319,31 +319,23 @@ def test_a_question_about_speed_becomes_a_command(question, command):
     assert diagnosis_of(question, Facts()) == (f"playbook diagnose {command}" if command else "")
 
 
-def run(capsys, *words):
-    return in_process.run(capsys, "diagnose", *words)
-
-
 ASKED = ("--model", "Qwen/Qwen3-8B", "--gpus", "8", "--gpu", "h100", "--gbs", "64")
 
 
 def test_the_command_reads_a_log(capsys, tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"step": i, "seconds": 6.0 if i % 9 else 20.0, "loss": 2.0}) + "\n" for i in range(1, 41)))
-    code, out, _ = run(capsys, str(tmp_path), *ASKED, "--layout", "tp=2", "--json")
-    assert code == 0
-    answer = json.loads(out)
+    answer = document(capsys, "diagnose", str(tmp_path), *ASKED, "--layout", "tp=2")
     assert answer["measured"]["step_s"] == pytest.approx(6.0)
     assert any("uneven" in words for words in answer["confidence"]["warnings"])
-    code, out, _ = run(capsys, str(log), *ASKED, "--layout", "tp=2")
-    assert code == 0
-    assert "6.00 s a step" in out
+    assert "6.00 s a step" in printed(capsys, "diagnose", str(log), *ASKED, "--layout", "tp=2")
 
 
 def test_memory_that_grows_is_said(capsys, tmp_path):
     rows = [{"step": i, "seconds": 6.0, "memory_bytes": (40 + i / 10) * 2**30} for i in range(1, 101)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    _, out, _ = run(capsys, str(tmp_path), *ASKED, "--json")
-    assert any("memory grew from 44.0 to 50.0 GiB" in words for words in json.loads(out)["confidence"]["warnings"])
+    warnings = document(capsys, "diagnose", str(tmp_path), *ASKED)["confidence"]["warnings"]
+    assert any("memory grew from 44.0 to 50.0 GiB" in words for words in warnings)
 
 
 def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
@@ -355,20 +347,18 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     own = {"backend": "megatron", "model": "qwen3_8b", "data": {"kind": "text", "seq_len": 4096}, "parallel": parallel, "train": train}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump(from_data(own, {}, "own", {}))))
     (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": i, "seconds": 6.0}) + "\n" for i in range(1, 11)))
-    assert "GPUs are not named" in run(capsys, str(tmp_path))[2]
+    assert "GPUs are not named" in refused(capsys, "diagnose", str(tmp_path))
     summary = {"world_size": 8, "env": {"strict": {"device_name": "NVIDIA H100 80GB HBM3"}}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    code, out, err = run(capsys, str(tmp_path), "--json")
-    assert code == 0, err
-    setting_ = json.loads(out)["setting"]
+    setting_ = document(capsys, "diagnose", str(tmp_path))["setting"]
     assert {"tp=2", "mbs=2"} <= set(setting_["layout"])
     assert (setting_["model"], setting_["gbs"], setting_["gpus"], setting_["hardware"]) == ("qwen3_8b", 64, 8, "h100")
     assert setting_["framework"] == "playbook"
     summary["env"]["strict"]["device_name"] = "cpu"
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert "a run on a CPU" in run(capsys, str(tmp_path))[2]
+    assert "a run on a CPU" in refused(capsys, "diagnose", str(tmp_path))
     (tmp_path / "summary.json").write_text("[]")
-    assert "no summary of a run" in run(capsys, str(tmp_path))[2]
+    assert "no summary of a run" in refused(capsys, "diagnose", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -386,14 +376,13 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(capsys, words, says):
-    code, out, err = run(capsys, *words)
+    code, out, err = run(capsys, "diagnose", *words)
     assert (code, out) == (2, "")
     assert says in err
 
 
 def test_a_log_without_a_step_is_named_and_only_what_the_command_has_is_offered(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("hello\n")
-    code, out, err = run(capsys, str(tmp_path / "notes.txt"), *ASKED)
-    assert (code, out) == (2, "")
+    err = refused(capsys, "diagnose", str(tmp_path / "notes.txt"), *ASKED)
     assert f"{tmp_path / 'notes.txt'}: no line tells of a step; expected the log of one of playbook, jsonl" in err
     assert "regex" not in err

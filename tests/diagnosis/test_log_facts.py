@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from in_process import document, refused
 from log_excerpts import torchtitan
-from test_diagnosis import run
 
-MODEL = ("--model", "qwen3_8b", "--gpu", "h100", "--json")
+MODEL = ("--model", "qwen3_8b", "--gpu", "h100")
 ARGUMENTS = (
     "  global_batch_size ............................... 512\n"
     "  decoder_seq_length .............................. None\n"
@@ -33,9 +33,7 @@ def titan(head: str = "", tps: str = "8,192", name: str = "tps") -> str:
 
 def asked(capsys, tmp_path, text: str, *words: str):
     (tmp_path / "run.log").write_text(text)
-    code, out, err = run(capsys, str(tmp_path / "run.log"), *MODEL, *words)
-    assert code == 0, err
-    return json.loads(out)
+    return document(capsys, "diagnose", str(tmp_path / "run.log"), *MODEL, *words)
 
 
 def test_the_arguments_of_megatron_give_gpus_sequences_and_batch(capsys, tmp_path):
@@ -92,9 +90,7 @@ def test_a_rate_on_one_gpu_is_both(capsys, tmp_path):
 )
 def test_what_the_log_contradicts_is_a_message_and_no_figure(capsys, tmp_path, text, words, says):
     (tmp_path / "run.log").write_text(text)
-    code, out, err = run(capsys, str(tmp_path / "run.log"), *MODEL, *words)
-    assert (code, out) == (2, "")
-    assert says in err
+    assert says in refused(capsys, "diagnose", str(tmp_path / "run.log"), *MODEL, "--json", *words)
 
 
 def test_a_logs_own_batch_and_tokens_say_how_long_its_sequences_are(capsys, tmp_path):
@@ -123,6 +119,5 @@ def test_a_log_without_time_gives_what_it_has(capsys, tmp_path):
 
 def test_an_unknown_log_is_answered_with_a_pattern(capsys, tmp_path):
     (tmp_path / "run.log").write_text("".join(f"it {i} loss=2.{i} (4.{i} s/it)\n" for i in range(1, 9)))
-    code, _, err = run(capsys, str(tmp_path / "run.log"), *MODEL, "--gpus", "8")
-    assert code == 2
-    assert "this fits its lines: --log 'regex:" in err
+    said = refused(capsys, "diagnose", str(tmp_path / "run.log"), *MODEL, "--gpus", "8", "--json")
+    assert "this fits its lines: --log 'regex:" in said

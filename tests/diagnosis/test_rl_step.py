@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import log_excerpts as logs
 import pytest
-from in_process import run
+from in_process import document, printed, refused
 
 from playbook.diagnosis import rl_step
 from playbook.diagnosis.rl_step import BETWEEN, Step
@@ -57,8 +55,7 @@ def test_verls_phases_and_the_longest_of_its_turns_are_read(tmp_path: Path) -> N
 
 
 def test_trl_logs_lengths_and_no_phases_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "diagnose", str(file(tmp_path, logs.trl(), "trainer_state.json")))
-    assert code == 0
+    out = printed(capsys, "diagnose", str(file(tmp_path, logs.trl(), "trainer_state.json")))
     assert "0.5 s a step" in out
     assert "wall       not known" in out
     assert "75% of the rollout" in out
@@ -66,12 +63,12 @@ def test_trl_logs_lengths_and_no_phases_and_that_is_said(tmp_path: Path, capsys:
 
 def test_the_command_answers_with_the_wall_and_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["diagnose", str(file(tmp_path, logs.slime())), "--model", "qwen3_30b_a3b", "--gpus", "8", "--gpu", "h200", "--layout", "ep=8"]
-    found = json.loads(run(capsys, *words, "--json")[1])
+    found = document(capsys, *words)
     assert (found["schema"], found["wall"]) == ("rl-step/1", "rollout")
     weights = found["memory"]["engine"]["weights_gib"]
     assert weights == pytest.approx(2 * total(find("qwen3_30b_a3b")) / 2**30, rel=1e-6)
     assert 0 < found["memory"]["trainer_gib"] < 141
-    assert "wall       rollout" in run(capsys, *words)[1]
+    assert "wall       rollout" in printed(capsys, *words)
 
 
 def test_what_waits_depends_on_the_placement() -> None:
@@ -100,16 +97,10 @@ def test_another_log_is_none_of_reinforcement_learning(tmp_path: Path) -> None:
         assert rl_steps(file(tmp_path, text)) == []
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    code, out, _ = run(capsys, "plan", "rl", *words, "--json")
-    assert code == 0
-    return json.loads(out)
-
-
 def test_a_planned_step_turns_with_the_lengths_of_its_responses(capsys: pytest.CaptureFixture[str]) -> None:
     """Short responses leave the update as the wall, one very long response the rollout, each of whose steps reads an engine's weights."""
-    common = ("llama3_8b", "--gpus", "8", "--gpu", "h100", "--mean", "256")
-    short, long = planned(capsys, *common, "--longest", "256"), planned(capsys, *common, "--longest", "65536")
+    common = ("plan", "rl", "llama3_8b", "--gpus", "8", "--gpu", "h100", "--mean", "256", "--longest")
+    short, long = (document(capsys, *common, longest) for longest in ("256", "65536"))
     assert (short["wall"], long["wall"], short["label"]) == ("update", "rollout", "arithmetic")
     seconds = [{p["phase"]: p["seconds"] for p in step["phases"]} for step in (short, long)]
     assert seconds[0]["update"] == seconds[1]["update"]
@@ -128,6 +119,4 @@ def test_a_planned_step_turns_with_the_lengths_of_its_responses(capsys: pytest.C
     ],
 )
 def test_a_step_that_cannot_be_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "plan", "rl", *words)
-    assert code == 2
-    assert message in err
+    assert message in refused(capsys, "plan", "rl", *words)

@@ -4,8 +4,8 @@ import json
 from bisect import bisect_left
 from dataclasses import replace
 
+import in_process
 import pytest
-from test_diagnosis import run
 
 from playbook.diagnosis import answer, published
 from playbook.diagnosis.actions import actions
@@ -88,9 +88,7 @@ def test_a_run_of_309_gib_on_276_does_not_fit(tmp_path, large):
 
 def test_a_diagnosis_says_that_a_run_does_not_fit(capsys):
     stated = "mbs=4,gbs=64,recompute=none,grad_bytes=4"
-    code, out, err = run(capsys, "--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100", "--layout", stated, "--json")
-    assert code == 0, err
-    shown = json.loads(out)
+    shown = in_process.document(capsys, "diagnose", "--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100", "--layout", stated)
     assert shown["predicted"]["yours"]["fits"] is False
     assert any(f"{shown['predicted']['yours']['memory_gib']:.0f} GiB" in words for words in shown["confidence"]["warnings"])
 
@@ -138,15 +136,15 @@ def test_a_logs_own_batch_goes_before_what_would_be_assumed(capsys, tmp_path):
     line = " iteration {:8}/     500 | elapsed time per iteration (ms): 6100.0 | global batch size:    96 | lm loss: 2.0E+00 |\n"
     log = tmp_path / "run.log"
     log.write_text("".join(line.format(i) for i in range(1, 31)))
-    asked = ("--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100")
-    code, out, err = run(capsys, str(log), *asked)
+    asked = ("diagnose", str(log), "--model", "qwen3_8b", "--gpus", "8", "--gpu", "h100")
+    code, out, err = in_process.run(capsys, *asked)
     assert (code, "6.10 s a step" in out) == (0, True), err
     assert "the log ends at step 30 of 500: the run goes on, or ended early" in out
-    shown = json.loads(run(capsys, str(log), *asked, "--json")[1])
+    shown = in_process.document(capsys, *asked)
     assert shown["setting"]["gbs"] == 96
     assert shown["measured"]["tokens_per_s_per_gpu"] == pytest.approx(96 * 4096 / 8 / 6.1)
     assert not any("about four million tokens" in w for w in shown["assumptions"])
-    assert "global batch of 96 samples, and --gbs is 64" in run(capsys, str(log), *asked, "--gbs", "64")[2]
+    assert "global batch of 96 samples, and --gbs is 64" in in_process.refused(capsys, *asked, "--gbs", "64")
 
 
 def test_40_percent_of_all_to_all_that_were_seen_or_that_a_trace_shows_change_wall_and_first_action(capsys, tmp_path):
@@ -173,9 +171,9 @@ def test_40_percent_of_all_to_all_that_were_seen_or_that_a_trace_shows_change_wa
                 {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 1, "ts": t + start, "dur": last, "args": {**own, "device": 0}}
             )
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    asked = ("--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "15", "--layout", "ep=8,mbs=2,gbs=1024,recompute=full", "--json")
+    asked = ("diagnose", "--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "15", "--layout", "ep=8,mbs=2,gbs=1024,recompute=full")
     told = ((), ("--saw", "all-to-all=40%,idle=25%"), ("--trace", str(tmp_path / "trace.json")))
-    plain, seen, traced = (json.loads(run(capsys, *asked, *more)[1]) for more in told)
+    plain, seen, traced = (in_process.document(capsys, *asked, *more) for more in told)
     assert plain["walls"][0]["name"] != "exposed communication"
     gains = [next(a["planner"]["value"] for a in found["actions"] if a["id"] == "dispatcher") for found in (plain, seen)]
     assert gains[1] > gains[0]
@@ -236,9 +234,9 @@ def test_a_slower_network_is_slower_and_is_said_once():
 
 
 def test_no_wall_is_claimed_where_nothing_is_known_of_the_run(capsys):
-    asked = ("--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "25")
-    assert json.loads(run(capsys, *asked, "--json")[1])["walls"] == []
-    assert "wall       not known" in run(capsys, *asked)[1]
+    asked = ("diagnose", "--model", MOE, "--gpus", "64", "--gpu", "h100", "--mfu", "25")
+    assert in_process.document(capsys, *asked)["walls"] == []
+    assert "wall       not known" in in_process.run(capsys, *asked)[1]
 
 
 def test_layouts_of_published_runs_are_read_as_they_are_printed():

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 
 import anyio
 import pytest
-from in_process import run
-from mcp import Client
-
-from playbook.paths import repo_root
-from playbook_app.mcp.server import server
-
-sys.path.insert(0, str(repo_root() / "tools"))
 from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, tasks
+from in_process import document
+from mcp import Client
 from plan_page import PAGE
+
+from playbook_app.mcp.server import server
 
 MOST_CHARACTERS = 2500
 """What an agent reads of one answer."""
@@ -91,9 +86,7 @@ def test_a_wrong_answer_is_told():
 
 def test_a_diagnosis_is_the_same_on_the_command_line(library, capsys):
     words = ["diagnose", "--model", "Qwen/Qwen3-8B", "--gpus", "8", "--gpu", "h100", "--gbs", "64", "--seq", "4096", "--mfu", "30"]
-    code, out, _ = run(capsys, *words, "--layout", "tp=2,recompute=full", "--framework", "megatron-bridge", "--json")
-    assert code == 0
-    shown = json.loads(out)
+    shown = document(capsys, *words, "--layout", "tp=2,recompute=full", "--framework", "megatron-bridge")
     asked = {"model": "Qwen/Qwen3-8B", "gpus": 8, "hardware": "h100", "global_batch_size": 64, "seq_len": 4096, "mfu": 30}
     more = {"layout": ["tp=2", "recompute=full"], "framework": "megatron-bridge"}
     call = {"as": "at", "tool": "diagnose", "arguments": {**asked, **more}}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.mcp_calls import answer, ask
+from tests.support.mcp_calls import answer, ask, refusal
 
 ASKED = {"model": "qwen3_8b", "gpus": 8, "hardware": "h100"}
 
@@ -22,9 +22,7 @@ ASKED = {"model": "qwen3_8b", "gpus": 8, "hardware": "h100"}
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_to_do(library, tool, arguments, says):
-    result = ask(library, tool, **{**ASKED, **arguments})
-    assert result.is_error
-    assert says in result.content[0].text
+    assert says in refusal(library, tool, **{**ASKED, **arguments})
 
 
 def test_a_plan_is_exported(library):
@@ -49,9 +47,7 @@ def test_hardware_may_be_the_text_of_a_file_and_the_network_is_named(library, tm
     file = tmp_path / "hardware.json"
     file.write_text(text, encoding="utf-8")
     for hardware, says in ((str(file), "is not known"), (json.dumps({"calibration": str(file)}), "text has no folder")):
-        result = ask(library, "plan_layout", hardware=hardware, **asked)
-        assert result.is_error
-        assert says in result.content[0].text
+        assert says in refusal(library, "plan_layout", hardware=hardware, **asked)
 
 
 def test_an_export_is_judged_by_the_loss_that_its_trainer_runs(library):

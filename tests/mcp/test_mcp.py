@@ -24,7 +24,7 @@ from playbook.planner.models import MODELS, fields_of
 from playbook.planner.plan import Plan
 from playbook.records.read import RecordReader
 from playbook_app.mcp.server import MAX_CHARS, server
-from tests.support.mcp_calls import ask, serving
+from tests.support.mcp_calls import answer, ask, refusal, serving
 
 TOOLS = {
     "search",
@@ -42,7 +42,6 @@ TOOLS = {
 }
 MAX_DEFINITIONS = 14_500
 """Characters of all tool definitions together, which every client puts before each of its model's answers."""
-MAX_SUMMARY = 6000
 LAYOUT = {"gpus": 8, "model": "qwen3_30b_a3b", "settings": ["seq_len=4096", "mbs=1", "gbs=8"]}
 
 
@@ -50,19 +49,6 @@ def layout(*words, **other):
     """The arguments of a layout with more settings, which go before those that it has."""
     names = {w.partition("=")[0] for w in words}
     return {**LAYOUT, **other, "settings": [*(w for w in LAYOUT["settings"] if w.partition("=")[0] not in names), *words]}
-
-
-def answer(library, tool, **arguments):
-    result = ask(library, tool, **arguments)
-    assert not result.is_error, result.content[0].text
-    assert len(result.content[0].text) < MAX_SUMMARY
-    return result.structured_content
-
-
-def refusal(library, tool, **arguments):
-    result = ask(library, tool, **arguments)
-    assert result.is_error
-    return result.content[0].text
 
 
 def test_every_tool_is_read_only_and_has_an_output_schema_and_all_are_short(library):

@@ -10,11 +10,12 @@ from functools import partial
 
 import anyio
 import pytest
+from guide_blocks import script
+from in_process import refused
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from playbook.paths import data_root, repo_root, sources
-from playbook_app.cli import app
 from playbook_app.mcp.server import server
 
 
@@ -64,10 +65,7 @@ def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_
 def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "playbook_app.mcp.server", raising=False)
     monkeypatch.setitem(sys.modules, "mcp.server", None)
-    with pytest.raises(SystemExit) as stop:
-        app.main(["mcp"])
-    assert stop.value.code == 2
-    assert "pip install '.[mcp]'" in capsys.readouterr().err
+    assert "pip install '.[mcp]'" in refused(capsys, "mcp")
 
 
 @pytest.mark.full
@@ -76,10 +74,8 @@ def test_the_client_of_the_guide_plans_and_exports(tmp_path):
     page = (data_root("guide") / "agents.md").read_text(encoding="utf-8")
     (text,) = re.findall(r'^```python title="client.py"\n(.*?)^```', page, re.MULTILINE | re.DOTALL)
     (tmp_path / "client.py").write_text(text, encoding="utf-8")
-    command = tmp_path / "playbook"
     paths = os.pathsep.join(sources(repo_root()))
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} -m playbook "$@"\n', encoding="utf-8")
-    command.chmod(0o700)
+    script(tmp_path / "playbook", f'PYTHONPATH={paths} exec {sys.executable} -m playbook "$@"')
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "client.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

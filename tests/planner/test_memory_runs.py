@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from statistics import median
 
 import pytest
-
-from playbook.paths import repo_root
-
-sys.path.insert(0, str(repo_root() / "tools"))
 from memory_table import compared
 
 RUNS = list(compared())

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from in_process import document
 
 from playbook.errors import ConfigError
 from playbook.planner import flops, memory, parameters
 from playbook.planner.huggingface import from_huggingface
 from playbook.planner.models import MODELS, find
 from playbook.planner.plan import Plan
-from playbook_app.cli.app import app
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "models"
 
@@ -92,11 +91,9 @@ def test_what_no_shape_can_say_is_refused(given: dict[str, object], said: str) -
 
 
 @pytest.mark.parametrize("command", ["check", "memory", "traffic"])
-def test_every_calculator_takes_a_path(command: str) -> None:
+def test_every_calculator_takes_a_path(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(CONFIGS / "gemma_3_1b.json")
-    answer = CliRunner().invoke(app, ["layout", command, "--model", path, "--gpus", "8", "--json"])
-    assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["layout"]["model"] == "gemma_3_1b"
+    assert document(capsys, "layout", command, "--model", path, "--gpus", "8")["layout"]["model"] == "gemma_3_1b"
 
 
 def test_an_mlp_without_a_gate_keeps_less() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import in_process
@@ -103,11 +102,8 @@ def test_diagnose_plan_and_plan_check_say_the_same_of_a_lora_run(tmp_path: Path,
 
 
 def test_what_is_proposed_for_a_lora_run_is_lora_and_its_peers_are(capsys) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = in_process.run(
-        capsys, "diagnose", "--model", "qwen3_30b_a3b", "--gpus", "16", "--gpu", "h100", "--mfu", "10", "--layout", "lora=32,ep=8", "--json"
-    )
-    found = json.loads(out)
-    assert code == 0
+    words = ("--model", "qwen3_30b_a3b", "--gpus", "16", "--gpu", "h100", "--mfu", "10", "--layout", "lora=32,ep=8")
+    found = in_process.document(capsys, "diagnose", *words)
     assert "lora=32" in found["predicted"]["best"]["settings"]
     assert found["published"]["rows"]
     assert found["published"]["shared"].startswith("of LoRA of ")

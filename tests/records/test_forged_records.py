@@ -176,7 +176,7 @@ def test_terminal_server_and_site_refuse_each_with_the_same_words(tmp_path, data
     said = {store.new_id(): words for _, words in FORGERIES.values()}
     for evidence_id, (change, _) in zip(said, FORGERIES.values(), strict=True):
         sealed(tmp_path / ".playbook/results/cpu", data | {"evidence_id": evidence_id}, change, name=evidence_id)
-    listed = {r["evidence"]: r for r in json.loads(in_process.run(capsys, "evidence", "list", "--json")[1]) if r["status"] == "altered"}
+    listed = {r["evidence"]: r for r in in_process.document(capsys, "evidence", "list") if r["status"] == "altered"}
     rows = evidence_list(library_here(), data["measured"]["claim"]["id"], 500).records
     served = {r["evidence"]: r for r in rows if r["status"] == "altered"}
     assert set(listed) == set(served) == set(said)
@@ -308,7 +308,7 @@ def test_the_command_line_takes_a_record_in_under_a_name_and_lists_it_so(tmp_pat
     monkeypatch.chdir(tmp_path)
     theirs = sealed(tmp_path / "mail", data | {"evidence_id": store.new_id()})
     assert in_process.run(capsys, "evidence", "import", str(theirs), "--from", "acme")[0] == 0
-    rows = json.loads(in_process.run(capsys, "evidence", "list", "--json")[1])
+    rows = in_process.document(capsys, "evidence", "list")
     ((name, status),) = [(r["machine"], r["status"]) for r in rows if r["origin"] == "acme"]
     # Where records that ship are of hosts of unlike memory, the host's is part of the name.
     assert (name.partition("-")[0].partition("@")[0], name.rpartition("@")[2]) == ("cpu", "acme")
@@ -347,10 +347,7 @@ def test_a_commands_launch_that_was_copied_is_no_second_one(tmp_path):
 
 
 def test_other_looks_in_plan_and_case_are_not_those_of_the_case_that_ships(data):
-    def looks(measured):
-        measured["plan"]["looks"] = measured["case"]["content"]["budget"]["pairs"] = [2, 4, 6]
-
     changed = copy.deepcopy(data["measured"])
-    looks(changed)
+    changed["plan"]["looks"] = changed["case"]["content"]["budget"]["pairs"] = [2, 4, 6]
     assert any("looks" in text for text in receipt.case_changes(Measured.model_validate(changed)))
     assert not any("looks" in text for text in receipt.case_changes(Measured.model_validate(data["measured"])))

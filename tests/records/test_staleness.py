@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 
 import in_process
@@ -66,7 +65,7 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     monkeypatch.setattr(receipt, "case_changes", lambda _: ["seed 1 -> 2"])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
     monkeypatch.setattr(detect, "here", lambda: current)
-    shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
+    shown = in_process.document(capsys, "cards", "show", home)["status"][claim.id]["verdicts"]
     answered = claim_answer(library_here(), home, claim.id).verdicts[claim.id]
     by_terminal = next(" ".join(v["stale"]) for v in shown if v["machine"] == ran.machine)
     by_server = next(v["stale"] or "" for v in answered if v["machine"] == ran.machine)

@@ -74,6 +74,13 @@ def page(context: Any, site_root: str) -> Iterator[Any]:
     assert not wrong, wrong
 
 
+@pytest.fixture
+def home(page: Any, site_root: str) -> Any:
+    """The home page, opened."""
+    page.goto(f"{site_root}/index.html")
+    return page
+
+
 @pytest.fixture(scope="session")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pictures go: the folder that PLAYBOOK_SCREENSHOTS names, or a temporary one."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import document
 
 from playbook.errors import ConfigError
 from playbook.paths import repo_root
@@ -22,7 +23,6 @@ from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, L
 from playbook.planner.plan import Plan, nearest, parse
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.time.step import step_time
-from playbook_app.cli.app import app, run_command
 from playbook_app.site.models import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
@@ -249,8 +249,7 @@ def test_the_page_says_how_fast_the_layout_is_and_the_command_beside_it_says_the
         assert f"gpu={gpu}" in page.url
         shown = page.inner_text("#pb-speed")
         words = next(t for t in page.locator(".pb-command").all_inner_texts() if t.startswith("playbook plan")).split()
-        assert run_command(app, [*words[1:], "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_s_per_gpu"]["value"]
+        found = document(capsys, *words[1:])["plans"][0]["tokens_per_s_per_gpu"]["value"]
         assert shown == f"{found:,.0f} tokens/s/GPU"
         assert f"On {gpu}: fits, " in page.inner_text("#pb-legal")
         assert shown in page.inner_text("#pb-legal")
@@ -259,11 +258,10 @@ def test_the_page_says_how_fast_the_layout_is_and_the_command_beside_it_says_the
     assert "tokens/s/GPU" not in page.inner_text("#pb-legal")
 
 
-def test_the_home_page_leads_to_the_layout_of_its_form(page: Any, site_root: str) -> None:
-    page.goto(f"{site_root}/index.html")
-    page.locator("#pb-diagnosis a").last.click()
-    page.wait_for_selector("#pb-line strong")
-    assert (page.input_value("select[name=gpu]"), page.input_value("input[name=gpus]")) == ("h100", "64")
+def test_the_home_page_leads_to_the_layout_of_its_form(home: Any) -> None:
+    home.locator("#pb-diagnosis a").last.click()
+    home.wait_for_selector("#pb-line strong")
+    assert (home.input_value("select[name=gpu]"), home.input_value("input[name=gpus]")) == ("h100", "64")
 
 
 def test_a_shared_address_shows_the_same_layout(page: Any, site_root: str) -> None:

@@ -67,11 +67,10 @@ def test_what_a_search_finds_takes_two_lines_of_text_each(chromium: Any, site_ro
     page.context.close()
 
 
-def test_a_search_has_the_page_that_answers_among_its_first_three(page: Any, site_root: str) -> None:
+def test_a_search_has_the_page_that_answers_among_its_first_three(home: Any) -> None:
     asked = yaml.safe_load((Path(__file__).parent / "searches.yaml").read_text(encoding="utf-8"))
     assert len(asked) == 50
-    page.goto(f"{site_root}/index.html")
-    found = page.evaluate(ASK, [query for query, *_ in asked])
+    found = home.evaluate(ASK, [query for query, *_ in asked])
     missed = [
         f"{query}: {places(found[query])[:3]}"
         for query, *pages in asked
@@ -80,11 +79,10 @@ def test_a_search_has_the_page_that_answers_among_its_first_three(page: Any, sit
     assert len(missed) <= 2, missed
 
 
-def test_the_question_box_answers_with_a_command_a_decision_a_skill_or_a_card(page: Any, site_root: str) -> None:
+def test_the_question_box_answers_with_a_command_a_decision_a_skill_or_a_card(home: Any) -> None:
     asked = yaml.safe_load((Path(__file__).parent / "questions.yaml").read_text(encoding="utf-8"))
     assert len(asked) == 50
-    page.goto(f"{site_root}/index.html")
-    found = page.evaluate(
+    found = home.evaluate(
         "async (all) => { const f = document.querySelector('form.pb-ask'), r = []; for (const q of all) r.push(await f.playbookAsk(q)); return r }",
         [question for question, _ in asked],
     )

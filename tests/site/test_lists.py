@@ -116,8 +116,7 @@ def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
 
     shutil.copy(data_root("cards") / "long-context-cp-sizing.yaml", tree / "cards")
     reseal(add_sweep(tree), spoil)
-    generated(tree)
-    assert "<svg class=" not in page(tree, f"evidence/{SWEEP}.md").split("## Launches")[0]
+    assert "<svg class=" not in generated(tree).page(f"evidence/{SWEEP}.md").split("## Launches")[0]
 
 
 def test_the_file_of_what_is_measured_holds_current_verdicts_alone(whole: Generated) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from html import unescape
 from math import log
 from pathlib import Path
 
 import pytest
+from plan_page import OF_A_PLAN, README, first_answers
 
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS
@@ -17,9 +17,6 @@ from playbook.planner.time.cluster import clusters
 from playbook_app.site import doors
 from playbook_app.site.doors import read as read_doors
 from playbook_app.site.published import PlanQuestion, ask, data, form, published_page, questions, read, tables_page, worked
-
-sys.path.insert(0, str(repo_root() / "tools"))
-from plan_page import OF_A_PLAN, README, first_answers
 
 PLANS = repo_root() / "docs" / "plans.jsonl"
 DECISIONS = repo_root() / "docs" / "decisions.jsonl"
@@ -94,8 +91,7 @@ def test_decisions_hold_an_answer_to_every_question() -> None:
     found = read_doors(DECISIONS)
     assert [a.asked for a in found] == list(doors.questions())
     assert all(a.low < a.speed < a.high for a in found if a.settings)
-    for case in ("tp=", "pp=", "ep=", "sharding=fsdp2"):
-        way = {"tp=": "TP alone", "pp=": "PP alone", "ep=": "EP alone"}.get(case, "FSDP")
+    for case, way in {"tp=": "TP alone", "pp=": "PP alone", "ep=": "EP alone", "sharding=fsdp2": "FSDP"}.items():
         assert all(case in a.settings for a in found if a.asked.way == way and a.settings), case
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from in_process import run
+from in_process import document, run
 
 from playbook.cards.load import load_all
 from playbook.errors import ConfigError
@@ -130,9 +129,7 @@ def test_the_page_shows_every_recipe_with_commands_that_say_what_the_index_says(
 
 
 def test_the_list_names_files_that_load(capsys):
-    code, out, _ = run(capsys, "config", "list", "--json")
-    rows = json.loads(out)
-    assert code == 0
+    rows = document(capsys, "config", "list")
     assert [row["title"] for row in rows] == [r.title for r in INDEX.recipes]
     for row, recipe in zip(rows, INDEX.recipes, strict=True):
         assert load(Path(row["file"])) == load(recipes.folder() / recipe.file)

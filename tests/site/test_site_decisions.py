@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,16 +10,13 @@ from urllib.parse import urlencode
 
 import anyio
 import pytest
+from decisions import decide, tasks
 from mcp import Client
 
-from playbook.paths import repo_root
 from playbook.planner.memory import GIB
 from playbook.planner.models import named
 from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import server
-
-sys.path.insert(0, str(repo_root() / "tools"))
-from decisions import decide, tasks
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
 

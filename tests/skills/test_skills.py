@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import yaml
-from in_process import run
+from in_process import document, refused, run
 from skills_ref import validate as reference_validate
 
 from playbook.cards.load import load_all
@@ -15,7 +14,7 @@ from playbook.cards.model import Card
 from playbook.errors import FileError
 from playbook.paths import data_root
 from playbook.skills.model import FIGURE, check, index, load_skills, read_skill, read_skills
-from playbook_app.cli import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.cli.commands.skills import known_here
 from playbook_app.services.standing import stock_here
 
@@ -131,16 +130,16 @@ def test_what_is_wrong_is_found(tmp_path, known, old, new, says):
     assert any(says in f for f in found), found
 
 
-@pytest.mark.parametrize("text", ["3 x H200", "a GPU with 2 chunks", "128K", "exit code 2", "PP x max(TP x CP)", "Qwen3-30B", "step 4"])
-def test_counts_and_names_are_no_figures(text):
-    assert not FIGURE.search(text)
-
-
 @pytest.mark.parametrize(
-    "text", ["5 %", "1.3x", "~2×", "40 GiB", "12.5 ms", "600 TFLOPs", "90 seconds", "4096 tokens", "10 points", "700 W"]
+    ("texts", "are"),
+    [
+        (("5 %", "1.3x", "~2×", "40 GiB", "12.5 ms", "600 TFLOPs", "90 seconds", "4096 tokens", "10 points", "700 W"), True),
+        (("3 x H200", "a GPU with 2 chunks", "128K", "exit code 2", "PP x max(TP x CP)", "Qwen3-30B", "step 4"), False),
+    ],
+    ids=["numbers with a unit", "counts and names"],
 )
-def test_numbers_with_a_unit_are_figures(text):
-    assert FIGURE.search(text)
+def test_what_is_a_figure(texts, are):
+    assert [text for text in texts if bool(FIGURE.search(text)) is not are] == []
 
 
 def test_links_from_the_shipped_folder_may_reach_what_ships_and_nothing_else(tmp_path, monkeypatch, known):
@@ -196,15 +195,11 @@ def test_a_stale_index_is_found(tmp_path, capsys):
     (tmp_path / "README.md").write_text(index(load_skills(tmp_path).values()), encoding="utf-8")
     assert run(capsys, "skills", "check", str(tmp_path))[0] == 0
     write(tmp_path / "sample", GOOD.replace("Do a thing.", "Do another thing."))
-    code, _, err = run(capsys, "skills", "check", str(tmp_path))
-    assert code == 2
-    assert "run `playbook skills index`" in err
+    assert "run `playbook skills index`" in refused(capsys, "skills", "check", str(tmp_path))
 
 
 def test_skills_are_listed(capsys):
-    code, out, _ = run(capsys, "skills", "list", "--json")
-    rows = json.loads(out)
-    assert code == 0
+    rows = document(capsys, "skills", "list")
     assert [r["name"] for r in rows] == SHIPPED
     assert all(set(r["cards"]) <= set(load_all()) for r in rows)
 
@@ -212,9 +207,7 @@ def test_skills_are_listed(capsys):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     out = tmp_path_factory.mktemp("away") / "skills"
-    with pytest.raises(SystemExit) as stop:
-        app.main(["skills", "export", str(out)])
-    assert not stop.value.code
+    assert run_command(app, ["skills", "export", str(out)]) == 0
     return out
 
 
@@ -247,13 +240,9 @@ def test_an_exported_folder_carries_its_cards_with_the_newest_verdicts(exported)
 def test_an_export_replaces_nothing(tmp_path, capsys):
     out = tmp_path / "out"
     (out / "choose-layout").mkdir(parents=True)
-    code, _, err = run(capsys, "skills", "export", str(out), "--skill", "choose-layout")
-    assert code == 2
-    assert "an export replaces nothing" in err
+    assert "an export replaces nothing" in refused(capsys, "skills", "export", str(out), "--skill", "choose-layout")
     assert [p.name for p in out.iterdir()] == ["choose-layout"]
     shutil.rmtree(out)
     assert run(capsys, "skills", "export", str(out), "--skill", "add-card")[0] == 0
     assert [p.name for p in out.iterdir()] == ["add-card"]
-    code, _, err = run(capsys, "skills", "export", str(out), "--skill", "add-crad")
-    assert code == 2
-    assert "did you mean 'add-card'" in err
+    assert "did you mean 'add-card'" in refused(capsys, "skills", "export", str(out), "--skill", "add-crad")

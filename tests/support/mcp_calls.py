@@ -5,6 +5,8 @@ from mcp import Client
 
 from playbook_app.mcp.server import server
 
+MAX_SUMMARY = 6000
+"""Characters of a text that is a summary."""
 _serving = []
 """The library that was asked last, and its server: to build one takes longer than most calls."""
 
@@ -27,7 +29,15 @@ def ask(library, tool, **arguments):
 
 
 def answer(library, tool, **arguments):
-    """The structured answer of a call that is no error."""
+    """The structured answer of a call that is no error, and whose text is a summary."""
     result = ask(library, tool, **arguments)
     assert not result.is_error, result.content[0].text
+    assert len(result.content[0].text) < MAX_SUMMARY
     return result.structured_content
+
+
+def refusal(library, tool, **arguments):
+    """The text of a call that is an error."""
+    result = ask(library, tool, **arguments)
+    assert result.is_error
+    return result.content[0].text

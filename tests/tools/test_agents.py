@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
+import agents
 import anyio
 import pytest
-
-from playbook.paths import repo_root
-
-sys.path.insert(0, str(repo_root() / "tools"))
-import agents
 from decisions import MOST_CALLS, tasks
 
 TASKS = {t["question"]: t for t in tasks()}

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from guide_blocks import script
 
 from playbook.paths import repo_root
 
@@ -30,8 +31,7 @@ def root(tmp_path: Path) -> Path:
             git(tmp_path, "tag", "v1")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("playbook", "make"):
-        (tmp_path / ".venv/bin" / name).write_text(f'#!/bin/sh\necho {name} "$@"\n[ "$*" != test ]\n')
-        (tmp_path / ".venv/bin" / name).chmod(0o755)
+        script(tmp_path / ".venv/bin" / name, f'echo {name} "$@"\n[ "$*" != test ]')
     shutil.copytree(repo_root() / ".ci", tmp_path / ".ci")
     return tmp_path
 
@@ -56,13 +56,13 @@ def test_what_fails_first_ends_it(root: Path, names: tuple[str, ...]) -> None:
     assert "== fast failed after " in done.stderr
 
 
-MAKE = """#!/bin/sh
+MAKE = """
 mkdir -p .pytest_cache/v/cache
 cp failed .pytest_cache/v/cache/lastfailed
 echo "make: *** [Makefile:56: $1] Error {code}" >&2
 exit 2
 """
-PYTHON = """#!/bin/sh
+PYTHON = """
 echo python "$@"
 cp again .pytest_cache/v/cache/lastfailed
 exit {code}
@@ -73,10 +73,8 @@ def failing(root: Path, first: list[str], again: list[str], code: int = 1, alone
     """The rest of the tests where these fail, then those; `code` is pytest's of the first run, `alone` that of the second."""
     for name, tests in (("failed", first), ("again", again)):
         (root / name).write_text(json.dumps(dict.fromkeys(tests, True), indent=2) + "\n")
-    (root / ".venv/bin/make").write_text(MAKE.format(code=code))
-    python = root / ".venv/bin/python"
-    python.write_text(PYTHON.format(code=int(bool(again)) if alone is None else alone))
-    python.chmod(0o755)
+    script(root / ".venv/bin/make", MAKE.format(code=code))
+    script(root / ".venv/bin/python", PYTHON.format(code=int(bool(again)) if alone is None else alone))
     return stages(root, "rest")
 
 
@@ -114,8 +112,7 @@ def test_what_is_no_test_or_many_fails_at_once(root: Path, count: int, code: int
 def test_what_failed_in_a_run_before_counts_for_nothing(root: Path) -> None:
     (root / ".pytest_cache/v/cache").mkdir(parents=True)
     (root / ".pytest_cache/v/cache/lastfailed").write_text('{\n  "tests/old.py::test": true\n}')
-    make = root / ".venv/bin/make"
-    make.write_text("#!/bin/sh\necho 'make: *** [Makefile:47: .venv/.dev] Error 1' >&2\nexit 2\n")
+    script(root / ".venv/bin/make", "echo 'make: *** [Makefile:47: .venv/.dev] Error 1' >&2\nexit 2")
     done = stages(root, "fast")
     assert (done.returncode, done.stdout) == (1, "== fast\n")
 

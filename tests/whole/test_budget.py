@@ -1,12 +1,11 @@
 """Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
 
 import io
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import pytest
-from planted_case import bench
+from planted_case import bench, stretched
 from rich.console import Console
 
 from playbook.errors import StoreError
@@ -34,16 +33,6 @@ class Noting(Progress):
         self.notes.append(text)
 
 
-class Stretched(local.LocalLauncher):
-    """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
-
-    first, which = 0.0, "000-"
-
-    def run(self, spec, on_step=None):
-        result = super().run(spec, on_step)
-        return replace(result, wall_s=self.first) if spec.folder.name.startswith(self.which) else result
-
-
 def own(notes):
     """What a series says of itself: tests beside this one are other harnesses on the same CPU."""
     return [note for note in notes if not note.startswith("another harness measures")]
@@ -51,10 +40,10 @@ def own(notes):
 
 @pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 10, "measured"), (900, 1, "inconclusive")])
 @pytest.mark.full
-def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
+def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, first, launches, verdict):
+    """As one that fills compile caches."""
     plant()
-    monkeypatch.setattr(Stretched, "first", first)
-    found = bench(case(), tmp_path, launcher=Stretched, budget_s=290.0)
+    found = bench(case(), tmp_path, launcher=stretched(first, "000-"), budget_s=290.0)
     measured = found.evidence.measured
     assert found.status == verdict
     assert len(measured.runs) == launches
@@ -62,12 +51,10 @@ def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, p
 
 @pytest.mark.parametrize("which", ["000-", "005-"], ids=["before the pairs", "between pairs"])
 @pytest.mark.full
-def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch, which):
+def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, which):
     plant()
-    monkeypatch.setattr(Stretched, "first", 90)
-    monkeypatch.setattr(Stretched, "which", which)
     path = case(steps=STEPS)
-    cut = bench(path, tmp_path, launcher=Stretched, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
+    cut = bench(path, tmp_path, launcher=stretched(90, which), budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(cut.evidence.measured.plan.order) == (2 if which == "005-" else 0)
     # Enough for two launches of 90 s, and for nothing if what the first command has spent were taken off: a budget is for its own command.
     whole = bench(path, tmp_path, budget_s=190.0, journal=Journal(tmp_path / "journal", ["here"]))
@@ -185,24 +172,19 @@ def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tm
 
 
 @pytest.mark.full
-def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, plant, monkeypatch):
+def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, plant):
     """`--budget` is anew for each command; the case's own minutes are not, so that its series is over and nobody is told to come again."""
     plant()
-    noting = Noting()
-    monkeypatch.setattr(Stretched, "first", 310)
-    monkeypatch.setattr(Stretched, "which", "001-")
+    noting, launcher = Noting(), stretched(310, "001-")
     path = case()
-    cut = bench(path, tmp_path, launcher=Stretched, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
+    cut = bench(path, tmp_path, launcher=launcher, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
     assert cut.evidence.derived.verdict.reason == "budget"
     assert own(noting.notes) == [
         "planted: the 5 minutes of the case do not hold the 8 launches to the first look; its budget.minutes says how many it has"
     ]
-    assert bench(path, tmp_path, launcher=Stretched, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
-    with Path(path).open("r+") as f:
-        text = f.read().replace("minutes: 5", "minutes: 50")
-        f.seek(0)
-        f.write(text)
-    whole = bench(path, tmp_path, launcher=Stretched, journal=Journal(tmp_path / "journal", ["here"]))
+    assert bench(path, tmp_path, launcher=launcher, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
+    Path(path).write_text(Path(path).read_text().replace("minutes: 5", "minutes: 50"))
+    whole = bench(path, tmp_path, launcher=launcher, journal=Journal(tmp_path / "journal", ["here"]))
     assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
     assert len(whole.evidence.measured.runs) > len(cut.evidence.measured.runs)
 

@@ -3,13 +3,12 @@
 import shutil
 import time
 from collections import Counter
-from dataclasses import replace
 from datetime import date
 from types import SimpleNamespace
 
 import pytest
 from in_process import run
-from planted_case import options
+from planted_case import options, stretched
 
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
@@ -18,7 +17,6 @@ from playbook.records.case import load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import read
 from playbook.records.standing import untested_claims, untraced_verdicts
-from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, tracing
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.progress import Progress
@@ -39,16 +37,6 @@ def undecided(records):
     return {
         f"{claims[i][0]}/{i}" for i, r in newest.items() if r.content.derived.verdict.reason == "power" and not r.stale(DAY, claims[i][1])
     }
-
-
-class Noting(Progress):
-    """The claims in the order of their verdicts."""
-
-    def __init__(self):
-        self.found = []
-
-    def finished(self, outcome):
-        self.found.append(outcome.name)
 
 
 def test_the_claims_that_most_rules_rest_on_come_first_and_settled_ones_not_at_all():
@@ -94,17 +82,11 @@ def test_a_spent_budget_leaves_the_next_cases_to_the_next_call(tmp_path):
 
 @pytest.mark.full
 def test_no_case_is_begun_whose_first_launch_the_budget_may_not_hold(card, tmp_path, plant):
-    class Slow(LocalLauncher):
-        """Launches that say of themselves that they took 500 s."""
-
-        def run(self, spec, on_step=None):
-            return replace(super().run(spec, on_step), wall_s=500.0)
-
     plant()
     settled, first = [], card("<=", 0, "dispatch_bytes_per_token_layer")
     for _ in range(2):
         kept = Journal(tmp_path / "journal", ["here"])
-        told = options(tmp_path, launcher=Slow, profile="cpu", campaign=True, budget_s=400.0, journal=kept)
+        told = options(tmp_path, launcher=stretched(500.0), profile="cpu", campaign=True, budget_s=400.0, journal=kept)
         settled.append([o.evidence.measured.claim.id for o in confirm.run([first, "long-context-cp-sizing/L1.m"], told)])
     assert settled == [["Z1"], ["Z1", "L1.m"]], "launches of an earlier command tell nothing of this one's time"
 
@@ -112,9 +94,10 @@ def test_no_case_is_begun_whose_first_launch_the_budget_may_not_hold(card, tmp_p
 @pytest.mark.parametrize("campaign", [True, False])
 def test_a_campaign_keeps_the_order_of_value(tmp_path, campaign):
     """Else cases that are cheap go first. W1 has no profile for a CPU and launches nothing here."""
-    noting = Noting()
+    noting, found = Progress(), []
+    noting.finished = lambda outcome: found.append(outcome.name)
     confirm.run(["recompute/W1", QUICK[0]], options(tmp_path, profile="cpu", campaign=campaign), noting)
-    assert [name for name in noting.found if not name.endswith(".m")] == (["W1", "L9"] if campaign else ["L9", "W1"])
+    assert [name for name in found if not name.endswith(".m")] == (["W1", "L9"] if campaign else ["L9", "W1"])
 
 
 def test_a_fresh_machine_goes_on_from_the_folders_that_were_brought_along(tmp_path):
@@ -180,8 +163,7 @@ def test_what_has_a_trace_or_was_not_timed_on_gpus_of_its_own_waits_for_none():
 
 def test_verdicts_of_earlier_calls_are_traced_before_the_first_series(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "follow_up", lambda case, records, *_: told.append((case.id, records)))
-    told = []
-    noting = Noting()
+    told, noting = [], Progress()
     noting.finished = lambda outcome: told.append(outcome.name)
     left = {"recompute-selective-vs-full": "its record"}
     confirm.run(QUICK[:1], options(tmp_path, profile="cpu", campaign=True, untraced=left), noting)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planted_case import wait_for
 
 from playbook_bench.launch import forked, local
 from playbook_bench.launch.forked import ForkLauncher
@@ -53,9 +54,7 @@ def running(launcher: ForkLauncher) -> list[int]:
 
 def gone(launcher: ForkLauncher, left: int) -> None:
     """Ranks have gone, the server waits; what dies with its parent takes a moment."""
-    deadline = time.monotonic() + 1200
-    while len(running(launcher)) > left and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: len(running(launcher)) <= left, 1200)
     assert len(running(launcher)) == left
 
 

@@ -11,7 +11,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from planted_case import FAKE, bench
+from guide_blocks import script
+from planted_case import FAKE, bench, wait_for
 
 from playbook.errors import LaunchError
 from playbook_bench.machine import detect
@@ -44,19 +45,13 @@ def processes(mark):
     return found
 
 
-def gone(mark, within=300.0):
+def gone(mark):
     # This process may carry the mark itself, in the environment that monkeypatch changed; /proc shows the one it began with.
-    deadline = time.monotonic() + within
-    while processes(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not processes(mark)
+    return wait_for(lambda: not processes(mark), 300)
 
 
-def wait_for_ranks(mark, count, within=1000.0):
-    deadline = time.monotonic() + within
-    while len(processes(mark)) < count:
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
+def wait_for_ranks(mark, count):
+    wait_for(lambda: len(processes(mark)) >= count, 1000)
 
 
 def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):
@@ -136,15 +131,11 @@ def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path)
     mark = uuid.uuid4().hex
     step = f"import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: open({str(tmp_path / 'asked')!r}, 'w'))\n"
     step += f"open({str(tmp_path / 'step')!r}, 'w').write('0'); open({str(tmp_path / 'begun')!r}, 'w'); [time.sleep(1) for _ in range(600)]"
-    scancel = tmp_path / "scancel"
-    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\n', encoding="ascii")
-    scancel.chmod(0o755)
+    script(tmp_path / "scancel", f'echo "$@" > {tmp_path}/cancelled')
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = {**os.environ, "PLANT_MARK": mark, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
     harness = subprocess.Popen([sys.executable, "-c", SRUN, str(tmp_path), step], env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 1000
-    while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for((tmp_path / "asked").exists, 1000)
     harness.terminate()
     assert harness.wait(timeout=900) == 143
     assert (tmp_path / "cancelled").read_text() == "--signal=KILL 7.0\n"

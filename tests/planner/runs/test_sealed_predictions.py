@@ -3,12 +3,11 @@
 import csv
 
 import pytest
-from typer.testing import CliRunner
+from in_process import printed
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.runs.check import check, total
-from playbook_app.cli.app import app
 
 PREDICTIONS = data_root("tables") / "predictions.csv"
 
@@ -80,11 +79,10 @@ def test_a_row_is_scored_once_it_is_filled_in(written, shipped, factor, inside):
     assert total(rows)["runs"] == 1
 
 
-def test_what_has_no_figure_is_said(written, shipped):
-    shown = CliRunner().invoke(app, ["plan", "check", str(written(tokens_per_s_per_gpu=shipped[3]["predicted"]))])
-    assert shown.exit_code == 0, shown.output
-    assert f"seal {shipped[3]['sha256'][:16]} holds; 3 rows without a figure yet" in shown.output
-    assert "+0.0%" in shown.output
+def test_what_has_no_figure_is_said(written, shipped, capsys):
+    shown = printed(capsys, "plan", "check", str(written(tokens_per_s_per_gpu=shipped[3]["predicted"])))
+    assert f"seal {shipped[3]['sha256'][:16]} holds; 3 rows without a figure yet" in shown
+    assert "+0.0%" in shown
 
 
 def test_what_was_written_is_not_scaled_afterwards(written):

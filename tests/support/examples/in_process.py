@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from playbook_app.cli import app
@@ -16,8 +19,20 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line with which a command refuses, which prints nothing else and ends with code 2."""
+    """The one message with which a command refuses, which prints nothing else and ends with code 2; indented lines list what is wrong."""
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, ""), words
-    assert len(err.strip().splitlines()) == 1, err
+    assert sum(not line.startswith("  ") for line in err.strip().splitlines()) == 1, err
     return err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command prints that succeeds."""
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    return out
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """The JSON document of a command that succeeds."""
+    return json.loads(printed(capsys, *words, "--json"))

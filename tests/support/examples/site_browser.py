@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,12 @@ class _Quiet(SimpleHTTPRequestHandler):
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The folder over HTTP on a free port of this machine; the address of its root."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @contextmanager
@@ -45,12 +43,8 @@ def started() -> Iterator[Any]:
         from playwright.sync_api import sync_playwright
     except ImportError:
         pytest.fail("playwright is not installed; run `make test-browser`, or pip install -e '.[browser]'", pytrace=False)
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        try:
-            yield browser
-        finally:
-            browser.close()
+    with sync_playwright() as driver, driver.chromium.launch(executable_path=found, args=["--no-sandbox"]) as browser:
+        yield browser
 
 
 def watched(page: Any, root: str) -> list[str]:
@@ -85,6 +79,18 @@ async (questions) => {
 def places(found: list[list[str]]) -> list[str]:
     """Pages in the order in which the search shows them."""
     return [group[0] for group in found]
+
+
+def tags(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    """The tags of a page that open something, with their attributes."""
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Opens(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Opens().feed(text)
+    return found
 
 
 def names(built: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,26 @@ class PlannedLauncher(LocalLauncher):
         result = super().run(spec, on_step)
         path = spec.folder / "summary.json"
         return replace(result, wall_s=0.5 + (json.loads(path.read_text())["seconds"]["total"] if path.is_file() else 0.0))
+
+
+def stretched(seconds, which=""):
+    """A launcher whose launches, or those that a name begins, say that they took so long."""
+
+    class Stretched(LocalLauncher):
+        def run(self, spec, on_step=None):
+            result = super().run(spec, on_step)
+            return replace(result, wall_s=seconds) if spec.folder.name.startswith(which) else result
+
+    return Stretched
+
+
+def wait_for(ready, seconds=180):
+    """What `ready` gives once that is true; where it takes longer, the test fails."""
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+    return found
 
 
 def only(outcomes):

@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from planted_case import CASE
+from planted_case import CASE, wait_for
 from planted_case import FAKE as PLANTED
 from ranks import SUPPORT
 
@@ -70,14 +69,6 @@ def playbook(environment, tmp_path, *words):
     return subprocess.Popen(
         [sys.executable, "-m", "playbook", *words], env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-
-
-def wait_for(ready, seconds=180):
-    end = time.monotonic() + seconds
-    while not (found := ready()):
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.2)
-    return found
 
 
 def number_of_the_job(tmp_path):
