@@ -352,8 +352,8 @@ def main(words: Sequence[str] | None = None) -> int:
             "-m",
             "not gpu and not multigpu and not slow",
         ]
-        pytest.main([*TESTS, *quiet, "-s"], plugins=[plugin])
-    return plugin.code
+        ended = pytest.main([*TESTS, *quiet, "-s"], plugins=[plugin])
+    return int(ended) if ended == pytest.ExitCode.USAGE_ERROR else plugin.code
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_wrong_usage_exits_with_2(capsys, words):
     ],
 )
 def test_a_users_mistake_is_one_message_and_exit_code_2(capsys, elsewhere, words, says):
-    assert says in refused(capsys, *words)
+    assert says in refused(capsys, *words, listed="parallel.tp=3" in words)
 
 
 OWN_CARD = """\

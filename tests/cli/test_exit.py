@@ -90,7 +90,7 @@ def test_a_mistake_is_one_message_and_writes_nothing(capsys, elsewhere, words, s
 def test_the_number_of_ranks_of_torchrun_is_no_dry_run(capsys, elsewhere, monkeypatch):
     """torchrun sets WORLD_SIZE, from which `--gpus` of a dry run takes its default."""
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "train.warmup_steps" in refused(capsys, "train", TINY, "train.steps=1")
+    assert "train.warmup_steps" in refused(capsys, "train", TINY, "train.steps=1", listed=True)
 
 
 def test_a_fault_of_the_trainer_keeps_the_trainers_code(capsys, elsewhere, monkeypatch):

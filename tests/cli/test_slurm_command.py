@@ -70,7 +70,7 @@ def test_a_recipe_is_submitted_from_a_machine_without_its_packages(capsys, file)
     assert "#SBATCH --nodes=16\n" in out
     for line in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=64", "USE_MNNVL=1", "NVLINK_DOMAIN_SIZE=72"):
         assert f"export {line}\n" in out
-    fewer = refused(capsys, "train", recipe, "--launcher", "slurm", "--nodes", "15", "--print")
+    fewer = refused(capsys, "train", recipe, "--launcher", "slurm", "--nodes", "15", "--print", listed=True)
     assert "60 ranks do not divide into ep 64" in fewer
 
 

@@ -245,7 +245,7 @@ def shown(page: Any, selector: str) -> int:
 
 
 def test_search_takes_whatever_a_question_begins_with(home: Any) -> None:
-    """Every word of the site is looked up by its first character; an error in the search is a warning, which fails the home."""
+    """Every word of the site is looked up by its first character; an error in the search is a warning, which fails the page."""
     found = home.evaluate(ASK, list("abcdefghijklmnopqrstuvwxyz0123456789"))
     assert sum(bool(n) for n in found.values()) > 30, found
 

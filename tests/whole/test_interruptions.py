@@ -135,8 +135,10 @@ def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path)
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = {**os.environ, "PLANT_MARK": mark, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
     harness = subprocess.Popen([sys.executable, "-c", SRUN, str(tmp_path), step], env=env, stderr=subprocess.DEVNULL)
-    wait_for((tmp_path / "asked").exists, 1000)
-    harness.terminate()
+    try:
+        wait_for((tmp_path / "asked").exists, 1000)
+    finally:
+        harness.terminate()
     assert harness.wait(timeout=900) == 143
     assert (tmp_path / "cancelled").read_text() == "--signal=KILL 7.0\n"
     assert gone(mark)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).resolve().parents[2] / "playbook" / "_tables" / "predictions.csv"
-WARM_UP, TIMED, TIMEOUT_S = 3, 8, 240
+WARM_UP, TIMED = 3, 8
 MODELS: dict[str, dict[str, Any]] = {
     "Llama3.1-8B": {
         "model_type": "llama",
@@ -181,7 +181,7 @@ def by_deepspeed(row: dict[str, str], model: Any, device: str) -> Any:
     return step
 
 
-def train(row: dict[str, str], *, smoke: bool) -> dict[str, Any]:
+def train(row: dict[str, str], steps: int, *, smoke: bool) -> dict[str, Any]:
     """Run the row's steps; its speed and peak."""
     import torch
 
@@ -193,7 +193,7 @@ def train(row: dict[str, str], *, smoke: bool) -> dict[str, Any]:
     length, micro, batch = 64 if smoke else int(row["seq_len"]), int(row["mbs"]), int(row["gbs"])
     vocab = model.config.vocab_size
     seconds, losses = [], []
-    for _ in range(WARM_UP + (2 if smoke else TIMED)):
+    for _ in range(WARM_UP + (2 if smoke else steps)):
         batches = [torch.randint(vocab, (micro, length), device=device) for _ in range(batch // micro)]
         if device == "cuda":
             torch.cuda.synchronize()
@@ -223,22 +223,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", metavar="ROW")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--steps", type=int, default=TIMED, help="timed steps of each row")
+    parser.add_argument("--timeout", type=int, default=240, help="seconds of one row")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = {row["id"]: row for row in csv.DictReader(TABLE.open(encoding="utf-8"))}
     if unknown := [name for name in options.rows if name not in rows]:
         parser.error(f"no row {', '.join(unknown)} in {TABLE.name}; rows of one GPU: {', '.join(n for n in rows if n.startswith('one-'))}")
     if options.here:
-        print(json.dumps({"row": options.rows[0], **train(rows[options.rows[0]], smoke=options.smoke)}), flush=True)
+        print(json.dumps({"row": options.rows[0], **train(rows[options.rows[0]], options.steps, smoke=options.smoke)}), flush=True)
         return
     for name in options.rows:
-        command = [sys.executable, __file__, "--here", name, *(["--smoke"] if options.smoke else [])]
+        command = [sys.executable, __file__, "--here", name, "--steps", str(options.steps), *(["--smoke"] if options.smoke else [])]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
             text = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else []
             print(*(text or [json.dumps({"row": name, "error": done.stderr[-1500:]})]), flush=True)
         except subprocess.TimeoutExpired:
-            print(json.dumps({"row": name, "error": f"more than {TIMEOUT_S} s"}), flush=True)
+            print(json.dumps({"row": name, "error": f"more than {options.timeout} s"}), flush=True)
 
 
 if __name__ == "__main__":

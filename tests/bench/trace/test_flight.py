@@ -117,7 +117,7 @@ def test_the_command_reads_a_folder_of_dumps(protocol: Any, tmp_path: Path, caps
 
 RAN = Path("/tmp/playbook-was-run")
 HOSTILE = {
-    "a call": pickle.dumps({"version": "2", "pg_config": {}, "entries": [wild.Bomb(RAN)]}),
+    "a call": pickle.dumps({"version": "2", "pg_config": {}, "entries": [wild.Called(os.mkdir, str(RAN))]}),
     "a class": b"\x80\x02cbuiltins\neval\n(S'1'\ntR.",
     "a table of 32 GB": b"\x80\x02}r" + struct.pack("<I", 0x7FFFFFFF) + b".",
     "a byte array of 8 EB": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b".",

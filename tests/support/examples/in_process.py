@@ -18,11 +18,16 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return int(stop.value.code or 0), out, err
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one message with which a command refuses, which prints nothing else and ends with code 2; indented lines list what is wrong."""
+def refused(capsys: pytest.CaptureFixture[str], *words: str, listed: bool = False) -> str:
+    """The line with which a command refuses, which prints nothing else and ends with code 2; with `listed`, indented lines below it have
+    one problem each.
+    """
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, ""), words
-    assert sum(not line.startswith("  ") for line in err.strip().splitlines()) == 1, err
+    below = err.strip().splitlines()[1:]
+    assert err.strip()
+    assert bool(below) is listed, err
+    assert all(each.startswith("  ") for each in below), err
     return err
 
 

@@ -87,7 +87,7 @@ def tags(text: str) -> list[tuple[str, dict[str, str | None]]]:
 
     class Opens(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            found.append((tag, dict(attrs)))
+            found.append((tag, dict(reversed(attrs))))  # of an attribute that is there twice a browser takes the first
 
     Opens().feed(text)
     return found
