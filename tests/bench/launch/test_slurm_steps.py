@@ -55,6 +55,7 @@ def test_ranks_get_their_variables_however_the_job_was_submitted_and_a_folder_wi
 def test_ranks_that_slurm_could_not_start_did_not_end_well(tmp_path, monkeypatch):
     """Slurm's own words, and its exit code: 0 where the logs of the tasks cannot be opened."""
     spec = planted(tmp_path, monkeypatch, "echo 'srun: error: task 0 launch failed: Slurmd could not connect IO'")
+    script(tmp_path / "squeue", "exit 1")  # a controller that does not answer does not say that the job ends
     with pytest.raises(LaunchError, match="task 0 launch failed: Slurmd could not connect IO"):
         SrunLauncher(TWO).run(spec)
 

@@ -108,6 +108,7 @@ def without_ranges(path: Path, foreign_ms: int, device: str) -> Timeline:
         f"UPDATE {KERNELS} SET end = {foreign_ms * MS} WHERE globalPid != {PID}",
         f"ALTER TABLE {KERNELS} ADD COLUMN deviceId INTEGER",
         f"UPDATE {KERNELS} SET deviceId = {device}",
+        f"ALTER TABLE {KERNELS} DROP COLUMN demangledName",
     )
     return nsys.read(database(path, *changes, without="NVTX_EVENTS"), ranges=False)
 

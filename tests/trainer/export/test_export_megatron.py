@@ -87,6 +87,11 @@ OF_ONE = {
             {**FSDP, "megatron.data_parallel": "distributed_optimizer", "megatron.grad_reduce_dtype": "bf16"},
             {"megatron_fsdp_main_grads_dtype": ABSENT},
         ),
+        (
+            "megatron-lm",
+            {**FSDP, "megatron.data_parallel": "distributed_optimizer", "megatron.grad_reduce_dtype": "fp32"},
+            {"megatron_fsdp_main_grads_dtype": ABSENT},
+        ),
     ],
     "weights are gathered in 8 bits where it can be said": [
         ("megatron-lm", {"megatron.fp8_param": True, "precision.fp8": "delayed"}, IN_8_BITS),

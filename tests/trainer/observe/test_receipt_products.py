@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,12 +23,13 @@ WIDE = {"out_dtype": torch.float32}
         (torch.bfloat16, {}, "step", 0),
         (torch.bfloat16, WIDE, "step", 1),  # a router on a GPU
         (torch.float32, {}, "step", 1),
+        (torch.float32, {}, None, 1),
         (torch.bfloat16, WIDE, "loss", 0),  # the head's gradient is summed in float32 in every run
     ],
 )
 def test_a_product_counts_as_float32_where_its_result_is(factors, result, inside, count):
     observer, matrix = Observer(nn.Linear(1, 1), {}), torch.empty(4, 4, dtype=factors, device="meta")
-    with observing(observer), range_(inside):
+    with observing(observer), range_(inside) if inside else nullcontext():
         torch.mm(matrix, matrix, **result)
     assert observer.counters["float32_products"] == count
 
