@@ -51,15 +51,16 @@ def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op
     assert replay.replay(found.path)[0]
 
 
-def test_a_claim_that_noise_puts_out_of_reach_ends_after_the_second_look(card, case, tmp_path, plant):
+def test_a_claim_that_noise_puts_out_of_reach_ends_after_the_second_look_and_what_has_none_goes_on(card, case, tmp_path, plant):
     plant(baseline={"noise": 0.1}, candidate={"noise": 0.1})
     cards = [card(">=", 0)]
     path = Path(case())
-    path.write_text(path.read_text().replace("[4, 8]", "[2, 4, 6, 8]"))
+    path.write_text(path.read_text().replace("[4, 8]", "[2, 4, 6]"))
+    assert bench(str(path), tmp_path, settles=lambda *_: False).evidence.derived.comparison.pairs == 6
     found = only(confirm.run(cards, options(tmp_path, seed=1)))
     measured, verdict = found.evidence.measured, found.evidence.derived.verdict
     assert (found.status, verdict.reason, measured.plan.stopped) == ("inconclusive", "power", "out_of_reach")
-    assert "out of reach after 4 of 8 pairs; about " in verdict.sentence
+    assert "out of reach after 4 of 6 pairs; about " in verdict.sentence
     assert replay.replay(found.path)[0]
 
 

@@ -321,10 +321,10 @@ def _out_of_reach(judged: SettledClaim, looks: Sequence[int]) -> bool:
     """Whether more launches are not expected to settle a claim on a pair: an exact metric is too near its margin, or, from the second look
     on, it would take over `OUT_OF_REACH` times the pairs of the case.
     """
-    found = judged.derived.comparison
+    found, reason = judged.derived.comparison, judged.derived.verdict.reason
     if found is None or found.design == "deterministic":
-        return judged.derived.verdict.reason == "power"
-    return found.look is not None and found.pairs > looks[0] and (found.pairs_needed or math.inf) > OUT_OF_REACH * looks[-1]
+        return reason == "power"
+    return reason == "budget" and found.pairs > looks[0] and (found.pairs_needed or math.inf) > OUT_OF_REACH * looks[-1]
 
 
 def _burn_in(running: Series) -> bool:
